@@ -1,0 +1,1 @@
+"""Muon for JAX: orthogonalised momentum for weight matrices, AdamW for the rest."""
