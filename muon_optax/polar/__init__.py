@@ -1,0 +1,30 @@
+"""The mathematics: Newton–Schulz on (..., m, n) arrays, with no pytrees and no mesh."""
+
+from muon_optax.polar.coefficients import (
+    SCHEDULES,
+    Preconditioning,
+    Row,
+    Schedule,
+    ScheduleName,
+    gram_restarts,
+    resolve_schedule,
+)
+from muon_optax.polar.iterate import Exchange
+from muon_optax.polar.orthogonalizer import Method, NewtonSchulz, PrecisionName, newton_schulz
+from muon_optax.polar.remez import polar_schedule
+
+__all__ = [
+    "SCHEDULES",
+    "Exchange",
+    "Method",
+    "NewtonSchulz",
+    "PrecisionName",
+    "Preconditioning",
+    "Row",
+    "Schedule",
+    "ScheduleName",
+    "gram_restarts",
+    "newton_schulz",
+    "polar_schedule",
+    "resolve_schedule",
+]

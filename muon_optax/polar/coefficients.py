@@ -1,0 +1,295 @@
+"""Named Newton–Schulz schedules, and the one function that turns options into a schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import numpy as np
+
+Row = tuple[float, float, float]
+ScheduleName = Literal[
+    "jordan",
+    "standard",
+    "dion",
+    "polar_express",
+    "modded_nanogpt",
+    "cans",
+    "turbo",
+    "deepseek_v4",
+    "tight",
+    "fast",
+]
+Preconditioning = Literal["frobenius", "spectral", "aol", "schatten", "schatten8"]
+
+_JORDAN: Row = (3.4445, -4.7750, 2.0315)
+# The quintic Padé step: σ = 1 is a fixed point of order three, so more of them only help.
+_PADE: Row = (15 / 8, -10 / 8, 3 / 8)
+_SAFETY = 1.01
+_POLAR_EXPRESS: tuple[Row, ...] = (
+    (8.287212, -23.595887, 17.300387),
+    (4.107059, -2.947850, 0.544843),
+    (3.948691, -2.908902, 0.551819),
+    (3.318420, -2.488488, 0.510049),
+    (2.300652, -1.668904, 0.418807),
+    (1.891301, -1.267996, 0.376804),
+    (1.875001, -1.250002, 0.375),
+)
+# Q grows by at most the product of the leading coefficients; float32 squares that and keeps
+# four digits up to about here.
+_MAX_GROWTH = 45.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The coefficients of a Newton–Schulz iteration and how its input is normalised.
+
+    Step t is ``X <- aX + (bA + cA²)X`` with ``A = XXᴴ`` and ``(a, b, c) = rows[t]``.
+
+    Attributes:
+      name: The schedule's name, or ``'custom'``.
+      rows: One ``(a, b, c)`` a step.
+      restarts: The Gram method recomputes its Gram matrix after these many steps.
+      preconditioning: The norm that the input is divided by, see `muon_optax.polar.normalize`.
+      norm_factor: The norm is multiplied by this.
+      source: Where the coefficients come from.
+
+    >>> resolve_schedule("jordan", 2).rows
+    ((3.4445, -4.775, 2.0315), (3.4445, -4.775, 2.0315))
+    """
+
+    name: str
+    rows: tuple[Row, ...]
+    restarts: tuple[int, ...]
+    preconditioning: Preconditioning
+    norm_factor: float
+    source: str
+
+
+def gram_restarts(rows: Sequence[Row]) -> tuple[int, ...]:
+    """Steps after which the Gram method has to restart, to stay as accurate as the standard one.
+
+    Args:
+      rows: The coefficients of each step.
+
+    Returns:
+      Numbers of steps, increasing, each between 1 and ``len(rows) - 1``.
+
+    >>> gram_restarts([(3.4445, -4.7750, 2.0315)] * 5)
+    (3,)
+    """
+    restarts, growth = [], 1.0
+    for step, (a, _, _) in enumerate(rows):
+        growth *= abs(a)
+        if step and growth > _MAX_GROWTH:
+            restarts.append(step)
+            growth = abs(a)
+    return tuple(restarts)
+
+
+def _schedule(
+    name: str,
+    rows: Sequence[Row],
+    source: str,
+    *,
+    preconditioning: Preconditioning = "frobenius",
+    norm_factor: float = 1.0,
+    restarts: tuple[int, ...] | None = None,
+) -> Schedule:
+    restarts = gram_restarts(rows) if restarts is None else restarts
+    return Schedule(name, tuple(rows), restarts, preconditioning, norm_factor, source)
+
+
+def _safe(row: Row) -> Row:
+    a, b, c = row
+    return (a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5)
+
+
+def _jordan(steps: int = 5) -> Schedule:
+    source = "Keller Jordan, kellerjordan.github.io/posts/muon; optax 'standard', torch.optim.Muon"
+    return _schedule("jordan", (_JORDAN,) * steps, source)
+
+
+def _polar_express(steps: int = 5) -> Schedule:
+    rows = tuple(_safe(row) for row in _POLAR_EXPRESS[:steps])
+    rows += (_PADE,) * (steps - len(rows))
+    source = "Polar Express, arXiv 2505.16932, lower bound 1e-3, safety factor 1.01"
+    return _schedule("polar_express", rows, source)
+
+
+SCHEDULES: dict[str, Schedule] = {
+    schedule.name: schedule
+    for schedule in (
+        _jordan(),
+        _schedule(
+            "dion",
+            [
+                (4.0848, -6.8946, 2.9270),
+                (3.9505, -6.3029, 2.6377),
+                (3.7418, -5.5913, 2.3037),
+                (2.8769, -3.1427, 1.2046),
+                (2.8366, -3.0525, 1.2012),
+            ],
+            "Dion, github.com/microsoft/dion; optax 'dion', 'quintic' in other libraries",
+        ),
+        _polar_express(),
+        _schedule(
+            "modded_nanogpt",
+            [
+                (8.156555, -22.483293, 15.878770),
+                (4.042930, -2.808917, 0.500018),
+                (3.891668, -2.772484, 0.506065),
+                (3.285754, -2.368129, 0.464490),
+                (2.346541, -1.709783, 0.423236),
+            ],
+            "github.com/KellerJordan/modded-nanogpt, which widens Polar Express's safety to 1.02",
+            norm_factor=1.02,
+            restarts=(3,),
+        ),
+        _schedule(
+            "cans",
+            [
+                (8.4703, -25.1081, 18.6293),
+                (4.1828, -3.1087, 0.5806),
+                (3.9619, -2.9541, 0.5630),
+                (3.2866, -2.4647, 0.5074),
+                (2.2737, -1.6447, 0.4162),
+            ],
+            "CANS, arXiv 2506.10935; has no safety factor, so float32 or wider only",
+            restarts=(2, 3),
+        ),
+        _schedule(
+            "turbo",
+            [
+                (4.6051, -9.6552, 5.6769),
+                (4.7505, -6.0861, 2.1790),
+                (2.7763, -2.3190, 0.5523),
+                (2.4231, -2.2861, 0.8193),
+            ],
+            "Turbo-Muon, arXiv 2512.04632",
+            preconditioning="aol",
+        ),
+        _schedule(
+            "deepseek_v4",
+            (_JORDAN,) * 8 + ((2.0, -1.5, 0.5),) * 2,
+            "DeepSeek-V4, as in github.com/NVIDIA-NeMo/Emerging-Optimizers",
+        ),
+        _schedule(
+            "tight",
+            [
+                (8.171302, -22.807432, 16.392801),
+                (4.014943, -2.848411, 0.520376),
+                (3.693878, -2.707740, 0.517851),
+                (2.781278, -2.034970, 0.443312),
+                (2.002742, -1.385618, 0.388799),
+            ],
+            "muon_optax.polar.remez.polar_schedule(2e-3, 5)",
+            preconditioning="schatten8",
+        ),
+        _schedule(
+            "fast",
+            [
+                (8.006147, -22.346456, 16.061475),
+                (3.765908, -2.758248, 0.523487),
+                (2.910872, -2.135275, 0.454326),
+                (2.056443, -1.439530, 0.394402),
+            ],
+            "muon_optax.polar.remez.polar_schedule(7e-3, 4)",
+            preconditioning="schatten8",
+        ),
+    )
+}
+
+# Schedules that are defined for any number of steps.
+_EXTENSIBLE = {"jordan": _jordan, "polar_express": _polar_express}
+
+
+def resolve_schedule(
+    ns_coeffs: ScheduleName | Sequence[float] | Sequence[Sequence[float]] | np.ndarray = "jordan",
+    ns_steps: int | None = None,
+    preconditioning: Preconditioning | None = None,
+) -> Schedule:
+    """Turns the three options of the optimizers into a schedule.
+
+    Args:
+      ns_coeffs: A name, one triple that every step uses, or a sequence of triples.
+      ns_steps: The number of steps; None means the schedule's own length, five for a triple.
+      preconditioning: None means the schedule's own.
+
+    Returns:
+      A hashable `Schedule` of plain Python numbers.
+
+    Raises:
+      TypeError: `ns_steps` or `ns_coeffs` is of the wrong type, or traced.
+      ValueError: An unknown name, a coefficient that is not finite, a row that isn't a triple,
+        fewer than one step, or a table whose length differs from `ns_steps`.
+
+    >>> resolve_schedule("fast").preconditioning
+    'schatten8'
+    >>> resolve_schedule((2, -1.5, 0.5), 3).rows
+    ((2.0, -1.5, 0.5), (2.0, -1.5, 0.5), (2.0, -1.5, 0.5))
+    """
+    _check_steps(ns_steps)
+    if isinstance(ns_coeffs, str):
+        schedule = _named(ns_coeffs, ns_steps)
+    else:
+        schedule = _schedule("custom", _rows(ns_coeffs, ns_steps), "given by the caller")
+    if ns_steps is not None and len(schedule.rows) != ns_steps:
+        raise ValueError(
+            f"ns_steps={ns_steps}, but ns_coeffs has {len(schedule.rows)} rows "
+            f"({schedule.name}). Leave ns_steps=None, or give as many rows as steps."
+        )
+    if preconditioning is None:
+        return schedule
+    if preconditioning not in get_args(Preconditioning):
+        raise ValueError(
+            f"preconditioning={preconditioning!r}; allowed are {get_args(Preconditioning)}."
+        )
+    return dataclasses.replace(schedule, preconditioning=preconditioning)
+
+
+def _check_steps(steps: Any) -> None:
+    if steps is None:
+        return
+    if isinstance(steps, jax.Array):
+        raise TypeError(
+            f"ns_steps={steps} is a JAX array, but the steps are unrolled, so it must be a static "
+            "Python int. Under optax.inject_hyperparams, pass static_args=('ns_steps',)."
+        )
+    if isinstance(steps, bool) or not isinstance(steps, numbers.Integral):
+        raise TypeError(f"ns_steps={steps!r} is a {type(steps).__name__}; it must be an int.")
+    if steps < 1:
+        raise ValueError(f"ns_steps={steps}; it must be at least 1.")
+
+
+def _named(name: str, steps: int | None) -> Schedule:
+    name = "jordan" if name == "standard" else name
+    if name not in SCHEDULES:
+        allowed = get_args(ScheduleName)
+        raise ValueError(f"ns_coeffs={name!r} is no schedule; allowed are {allowed}.")
+    if steps is not None and name in _EXTENSIBLE:
+        return _EXTENSIBLE[name](int(steps))
+    return SCHEDULES[name]
+
+
+def _rows(coefficients: Any, steps: int | None) -> tuple[Row, ...]:
+    try:
+        table = np.asarray(coefficients, np.float64)
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(
+            f"ns_coeffs={coefficients!r}; it must be a name, a triple or a sequence of triples, "
+            "of static numbers."
+        ) from error
+    if table.ndim not in (1, 2) or table.shape[-1] != 3 or not len(table):
+        raise ValueError(
+            f"ns_coeffs has shape {table.shape}; it must be (3,), or (steps, 3) with steps >= 1."
+        )
+    if table.ndim == 1:
+        table = np.tile(table, (5 if steps is None else int(steps), 1))
+    if not np.isfinite(table).all():
+        raise ValueError(f"ns_coeffs must be finite, got {table.tolist()}.")
+    return tuple((float(a), float(b), float(c)) for a, b, c in table)

@@ -1,0 +1,144 @@
+"""The quintic Newton–Schulz iteration, in its standard and in its Gram form.
+
+Every step is X ← (aI + bA + cA²)X with A = XXᴴ, for X wide. A tall X is worked on as its transpose,
+which only changes the axes that products sum over: `axis` is the long one, -1 or -2. Nothing here
+adds a batch dimension, as a product with one is slower on CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from muon_optax.polar.coefficients import Row, Schedule
+from muon_optax.polar.normalize import Map, identity, precondition
+from muon_optax.polar.symmetric import accumulator, hermitian_product
+
+
+class Exchange(NamedTuple):
+    """How devices that hold slices of the same matrices work together; by default, one does.
+
+    Attributes:
+      maximum: (L, 1, 1) local maxima -> their maxima over the devices.
+      reduce: (L, m, m) local Gram matrices -> (l, m, m), the sums of those that this device owns.
+      spread: (l, ...) results of the owned matrices -> (L, ...), those of all matrices.
+    """
+
+    maximum: Map = identity
+    reduce: Map = identity
+    spread: Map = identity
+
+
+ALONE = Exchange()
+
+
+def standard(x: jax.Array, schedule: Schedule, *, axis: int, precision: str | None) -> jax.Array:
+    """The iteration as it is written: two products of X's size and one small one a step.
+
+    Args:
+      x: (..., m, n), not empty; its dtype is that of the products.
+      schedule: The coefficients and the normalisation.
+      axis: The long axis, -1 or -2.
+      precision: As in `jax.lax.dot_general`.
+
+    Returns:
+      An array like `x`.
+    """
+    product = functools.partial(hermitian_product, precision=precision)
+
+    def square(a: jax.Array) -> jax.Array:
+        a = a.astype(x.dtype)
+        return product(a, a)
+
+    for step, row in enumerate(schedule.rows):
+        a = product(x, x, axis=axis)
+        if step == 0:
+            a, a2, scale = precondition(a, schedule.preconditioning, schedule.norm_factor, square)
+            x = _scaled(x, scale, axis)
+        else:
+            a2 = square(a)
+        x = _apply(_factor(row, a, a2), x, axis, precision)
+    return x
+
+
+def gram(
+    x: jax.Array,
+    schedule: Schedule,
+    *,
+    axis: int,
+    precision: str | None,
+    exchange: Exchange = ALONE,
+) -> jax.Array:
+    """The iteration on R = XXᴴ, which touches X only at the start, at restarts and at the end.
+
+    R and the product Q of the steps' factors are float32 at least: in half precision they diverge.
+    Source: Dao AI Lab, "Gram Newton–Schulz", github.com/Dao-AILab/gram-newton-schulz.
+
+    Args:
+      x: (..., m, n), not empty; with an `exchange`, this device's slice along `axis`.
+      schedule: The coefficients, the normalisation, and the restarts.
+      axis: The long axis, -1 or -2.
+      precision: As in `jax.lax.dot_general`.
+      exchange: Sums over the devices that hold `x`.
+
+    Returns:
+      An array like `x`.
+    """
+    product = functools.partial(hermitian_product, precision=precision)
+    ends = (*schedule.restarts, len(schedule.rows))
+    for start, end in zip((0, *schedule.restarts), ends, strict=True):
+        r = exchange.reduce(product(x, x, axis=axis))
+        if start == 0:
+            r, r2, scale = precondition(
+                r, schedule.preconditioning, schedule.norm_factor, lambda r: product(r, r)
+            )
+            x = _scaled(x, exchange.spread(scale), axis)
+        else:
+            r2 = product(r, r)
+        q = _gram_steps(schedule.rows[start:end], r, r2, precision)
+        x = _apply(exchange.spread(q), x, axis, precision)
+    return x
+
+
+def _gram_steps(
+    rows: tuple[Row, ...], r: jax.Array, r2: jax.Array, precision: str | None
+) -> jax.Array:
+    """The product Q of some steps' factors. All are polynomials of R, so they commute."""
+    product = functools.partial(hermitian_product, precision=precision)
+    q = factor = _factor(rows[0], r, r2)
+    for row in rows[1:]:
+        r = product(product(r, factor), factor)
+        factor = _factor(row, r, product(r, r))
+        q = product(q, factor)
+    return q
+
+
+def _factor(row: Row, a: jax.Array, a2: jax.Array) -> jax.Array:
+    """The factor aI + bA + cA². With aI in it, its product with X needs no pass over X after it."""
+    return row[0] * jnp.eye(a.shape[-1], dtype=a.dtype) + row[1] * a + row[2] * a2
+
+
+def _apply(factor: jax.Array, x: jax.Array, axis: int, precision: str | None) -> jax.Array:
+    """``factor @ x``, or ``x @ factor.mT`` if `axis` is -2, rounded once."""
+    factor = factor.astype(x.dtype)
+    batch = tuple(range(x.ndim - 2))
+    last = x.ndim - 1
+    left, right, contract = (
+        (factor, x, (last, last - 1)) if axis == -1 else (x, factor, (last, last))
+    )
+    product = lax.dot_general(
+        left,
+        right,
+        (((contract[0],), (contract[1],)), (batch, batch)),
+        precision=precision,
+        preferred_element_type=accumulator(x.dtype),
+    )
+    return product.astype(x.dtype)
+
+
+def _scaled(x: jax.Array, scale: jax.Array, axis: int) -> jax.Array:
+    return (x * (scale if axis == -1 else scale.mT)).astype(x.dtype)

@@ -1,0 +1,209 @@
+"""The front door: which iteration runs on which matrix, in which dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from muon_optax.polar import iterate
+from muon_optax.polar.coefficients import Preconditioning, Schedule, ScheduleName, resolve_schedule
+from muon_optax.polar.normalize import Map, identity, near_one
+from muon_optax.polar.symmetric import accumulator, hermitian_flops
+
+Method = Literal["auto", "standard", "gram"]
+PrecisionName = Literal["default", "high", "highest", "bfloat16", "tensorfloat32", "float32"]
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def newton_schulz(
+    x: jax.Array,
+    ns_coeffs: ScheduleName | Sequence[float] | Sequence[Sequence[float]] | np.ndarray = "jordan",
+    ns_steps: int | None = None,
+    *,
+    method: Method = "auto",
+    preconditioning: Preconditioning | None = None,
+    dtype: DTypeLike | None = None,
+    precision: PrecisionName | None = None,
+) -> jax.Array:
+    """Replaces each matrix by (nearly) its polar factor UVᴴ.
+
+    The result does not depend on the scale of `x`: it is bit for bit the same for ``x * 2**k``, and
+    exactly zero for zero. A non-finite entry spoils its own matrix only.
+
+    Args:
+      x: (..., m, n), real or complex floating point.
+      ns_coeffs: A schedule's name, a triple that every step uses, or one triple for each step.
+      ns_steps: The number of steps; None means the schedule's own length, five for a triple.
+      method: 'standard', 'gram', or 'auto' for the one with fewer operations.
+      preconditioning: The norm to divide by; None means the schedule's own.
+      dtype: The dtype of the products, 'bfloat16', 'float16', 'float32' or 'float64'; None means
+        `x`'s. Sums are float32 at least. Complex input is computed in a complex dtype of at least
+        that precision.
+      precision: Of the products, as in `jax.lax.dot_general`.
+
+    Returns:
+      An array of the shape and dtype of `x`.
+
+    Raises:
+      TypeError: `x` is not floating point, or an option has a wrong type.
+      ValueError: `x` has fewer than two dimensions, or an option has a value that isn't allowed.
+
+    >>> x = jnp.array([[3.0, 0.0, 0.0], [0.0, 0.0, -0.2]])
+    >>> print(newton_schulz(x, "polar_express", 8).round(3))
+    [[ 1.  0.  0.]
+     [ 0.  0. -1.]]
+    """
+    schedule = resolve_schedule(ns_coeffs, ns_steps, preconditioning)
+    return NewtonSchulz(schedule, method, dtype, precision)(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class NewtonSchulz:
+    """`newton_schulz` with its options checked and fixed: a hashable function of `x` alone.
+
+    Attributes:
+      schedule: From `resolve_schedule`.
+      method: 'auto', 'standard' or 'gram'.
+      dtype: The dtype of the products, None for that of the input.
+      precision: Of the products, as in `jax.lax.dot_general`.
+
+    >>> orthogonalizer = NewtonSchulz(resolve_schedule("polar_express", 8))
+    >>> print(orthogonalizer(jnp.array([[3.0, 4.0]])).round(3))
+    [[0.6 0.8]]
+    """
+
+    schedule: Schedule
+    method: Method = "auto"
+    dtype: DTypeLike | None = None
+    precision: PrecisionName | None = None
+
+    def __post_init__(self):
+        _check_option("method", self.method, get_args(Method))
+        _check_option("precision", self.precision, (None, *get_args(PrecisionName)))
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", _checked_dtype(self.dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(..., m, n) -> the same shape and dtype, see `newton_schulz`."""
+        _check_matrices(x)
+        return _orthogonalize(self, x) if x.size else x
+
+    def on_slices(
+        self, x: jax.Array, exchange: iterate.Exchange, *, axis: Literal[-1, -2] = -1
+    ) -> jax.Array:
+        """The Gram method on matrices of which each device holds a slice of the long axis.
+
+        Only Gram matrices, their results, and a scalar or a row of scales for each matrix are
+        exchanged; the slices stay where they are.
+
+        Args:
+          x: (L, m, n_local), or (L, n_local, m) for ``axis=-2``.
+          exchange: The sums over devices, and who owns which matrix.
+          axis: The axis that is sliced.
+
+        Returns:
+          This device's slices of the results, like `x`.
+
+        >>> def local(x):
+        ...     total = lambda x: jax.lax.psum(x, "devices")
+        ...     exchange = iterate.Exchange(lambda x: jax.lax.pmax(x, "devices"), total)
+        ...     return NewtonSchulz(resolve_schedule("polar_express", 8)).on_slices(x, exchange)
+        >>> slices = jnp.array([3.0, -4.0]).reshape(2, 1, 1, 1)
+        >>> print(jax.vmap(local, axis_name="devices")(slices).ravel())
+        [ 0.6 -0.8]
+        """
+        _check_matrices(x)
+        y = _normalized(x, self.dtype, exchange.maximum)
+        y = iterate.gram(y, self.schedule, axis=axis, precision=self.precision, exchange=exchange)
+        return y.astype(x.dtype)
+
+    def chosen_method(self, m: int, n: int, dtype: DTypeLike) -> Literal["standard", "gram"]:
+        """The method for m×n matrices of `dtype`: for 'auto', the one with fewer operations.
+
+        >>> NewtonSchulz(resolve_schedule("jordan")).chosen_method(64, 256, "float32")
+        'gram'
+        """
+        if self.method != "auto":
+            return self.method
+        m, n = sorted((m, n))
+        steps, passes = len(self.schedule.rows), len(self.schedule.restarts) + 1
+        small, large = hermitian_flops(m, m), hermitian_flops(m, n) + 2 * m * m * n
+        standard = steps * (large + small)
+        # The Gram method's small products are float32, which takes twice as long as a half.
+        weight = 2 if _compute_dtype(jnp.dtype(dtype), self.dtype).itemsize < 4 else 1
+        gram = passes * large + (4 * steps - 3 * passes) * small * weight
+        return "gram" if gram < standard else "standard"
+
+    def flops(self, m: int, n: int, dtype: DTypeLike = "float32") -> int:
+        """FLOPs for one m×n matrix of `dtype`, all products counted as dense.
+
+        A multiply-add is 2. Standard: T(4m²n + 2m³); Gram with r restarts: 4(r + 1)m²n + (8T −
+        6(r + 1))m³, for m <= n and T steps.
+
+        >>> NewtonSchulz(resolve_schedule("jordan"), method="standard").flops(10, 20)
+        50000
+        """
+        method = self.chosen_method(m, n, dtype)
+        m, n = sorted((m, n))
+        steps, passes = len(self.schedule.rows), len(self.schedule.restarts) + 1
+        if method == "standard":
+            return steps * (4 * m**2 * n + 2 * m**3)
+        return 4 * passes * m**2 * n + (8 * steps - 6 * passes) * m**3
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _orthogonalize(config: NewtonSchulz, x: jax.Array) -> jax.Array:
+    m, n = x.shape[-2:]
+    axis = -1 if m <= n else -2
+    y = _normalized(x, config.dtype)
+    if config.chosen_method(m, n, x.dtype) == "gram":
+        y = iterate.gram(y, config.schedule, axis=axis, precision=config.precision)
+    else:
+        y = iterate.standard(y, config.schedule, axis=axis, precision=config.precision)
+    return y.astype(x.dtype)
+
+
+def _normalized(x: jax.Array, dtype: Any, maximum: Map = identity) -> jax.Array:
+    """`x` in the dtype of the products, its largest entry near 1."""
+    compute = _compute_dtype(x.dtype, dtype)
+    return near_one(x.astype(accumulator(compute)), maximum).astype(compute)
+
+
+def _compute_dtype(own: Any, dtype: Any) -> Any:
+    """The dtype of the products for input of dtype `own`, where `dtype` is the option."""
+    if dtype is None:
+        return own
+    if jnp.issubdtype(own, jnp.complexfloating):
+        return jnp.promote_types(dtype, jnp.complex64)
+    return dtype
+
+
+def _check_matrices(x: jax.Array) -> None:
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise TypeError(f"x has dtype {x.dtype}; it must be floating point, real or complex.")
+    if x.ndim < 2:
+        raise ValueError(f"x has shape {x.shape}; it must have at least two dimensions.")
+
+
+def _check_option(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}; allowed are {tuple(allowed)}.")
+
+
+def _checked_dtype(dtype: Any) -> Any:
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = None
+    if name not in _DTYPES:
+        raise ValueError(f"dtype={dtype!r}; allowed are {_DTYPES}.")
+    if jax.dtypes.canonicalize_dtype(name).name != name:
+        raise ValueError(f"dtype={dtype!r} needs jax_enable_x64.")
+    return jnp.dtype(name)
