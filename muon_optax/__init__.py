@@ -1,1 +1,35 @@
 """Muon for JAX: orthogonalised momentum for weight matrices, AdamW for the rest."""
+
+from muon_optax.alias import muon
+from muon_optax.flax_views import flax_matrix_views
+from muon_optax.matrix_view import MatrixView, MuonDimensionNumbers
+from muon_optax.partition import MuonWarning, Rule, default_rules
+from muon_optax.polar import newton_schulz
+from muon_optax.tables import ParameterReport, UpdateStats, report, update_stats
+from muon_optax.transform import (
+    MuonState,
+    orthogonalize,
+    scale_by_momentum,
+    scale_by_muon,
+    scale_by_shape,
+)
+
+__all__ = [
+    "MatrixView",
+    "MuonDimensionNumbers",
+    "MuonState",
+    "MuonWarning",
+    "ParameterReport",
+    "Rule",
+    "UpdateStats",
+    "default_rules",
+    "flax_matrix_views",
+    "muon",
+    "newton_schulz",
+    "orthogonalize",
+    "report",
+    "scale_by_momentum",
+    "scale_by_muon",
+    "scale_by_shape",
+    "update_stats",
+]

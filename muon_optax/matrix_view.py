@@ -1,8 +1,8 @@
 """Leaf <-> matrices: which axes of a parameter make the matrices that Muon orthogonalises.
 
-A *view* (optax's `MuonDimensionNumbers`, or a `MatrixView` with fused blocks) is what a user declares; a
-`BoundView` is a view checked against one leaf's shape. Axes that are neither reduction nor output axes are batch axes:
-layers, experts or heads, whose matrices never mix.
+A *view* (optax's `MuonDimensionNumbers`, or a `MatrixView` with fused blocks) is what a user
+declares; a `BoundView` is a view checked against one leaf's shape. Axes that are neither reduction
+nor output axes are batch axes: layers, experts or heads, whose matrices never mix.
 """
 
 import dataclasses
@@ -25,19 +25,23 @@ class MatrixView:
     Each block is orthogonalised and scaled by itself, as if it were a leaf of its own.
 
     Attributes:
-      reduction_axis: the axis, or axes merged in the order given, that the layer sums over (fan-in).
+      reduction_axis: the axis, or axes merged in the order given, that the layer sums over
+        (fan-in).
       output_axis: the axis or axes of the layer's output (fan-out).
-      split: sizes of the blocks along the merged `axis`, as (64, 8, 8) for a fused query, key and value.
+      split: sizes of the blocks along the merged `axis`, as (64, 8, 8) for a fused query, key and
+        value.
       heads: number of equal blocks, instead of `split`.
-      groups: how often the pattern of blocks repeats along the axis. The blocks of one place in all groups make
-        one matrix, as in Megatron's grouped QKV; interleaved gate and up rows are `split=(1, 1), groups=F`.
+      groups: how often the pattern of blocks repeats along the axis. The blocks of one place in all
+        groups make one matrix, as in Megatron's grouped QKV; interleaved gate and up rows are
+        `split=(1, 1), groups=F`.
       axis: which merged axis is cut: 'output', or 'reduction' for an output projection by heads.
 
     Raises:
-      ValueError: if both `split` and `heads` are given, or a size is not positive, or `axis` is unknown.
+      ValueError: if both `split` and `heads` are given, or a size is not positive, or `axis` is
+        unknown.
 
     Example:
-      >>> view = MatrixView(0, 1, split=(64, 8, 8))  # [model, q + k + v], as grouped-query attention fuses them
+      >>> view = MatrixView(0, 1, split=(64, 8, 8))  # [model, q + k + v]
       >>> [matrices.shape for matrices in bind_view(view, (32, 80)).split(jnp.ones((32, 80)))]
       [(1, 32, 64), (1, 32, 8), (1, 32, 8)]
     """
@@ -52,12 +56,11 @@ class MatrixView:
     def __post_init__(self) -> None:
         if self.split is not None and self.heads is not None:
             raise ValueError(
-                f"MatrixView takes split or heads, not both: got split={self.split}, heads={self.heads}"
+                "MatrixView takes split or heads, not both: got "
+                f"split={self.split}, heads={self.heads}"
             )
         if self.axis not in ("output", "reduction"):
-            raise ValueError(
-                f"MatrixView axis must be 'output' or 'reduction', got {self.axis!r}"
-            )
+            raise ValueError(f"MatrixView axis must be 'output' or 'reduction', got {self.axis!r}")
         for name in ("reduction_axis", "output_axis", "split"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, int):
@@ -68,14 +71,6 @@ class MatrixView:
                 "MatrixView split, heads and groups must be positive integers, got "
                 f"split={self.split}, heads={self.heads}, groups={self.groups}"
             )
-
-
-View = MuonDimensionNumbers | MatrixView
-
-
-def is_view(x: object) -> bool:
-    """Whether `x` is a declared matrix view, and so a leaf of a tree of views."""
-    return isinstance(x, MuonDimensionNumbers | MatrixView)
 
 
 def _is_int(x: object) -> bool:
@@ -89,7 +84,8 @@ class BoundView:
     Attributes:
       shape: the leaf's shape.
       batch_axes, reduction_axes, output_axes: a partition of the leaf's axes.
-      block_sizes: sizes of the blocks that repeat along the cut axis; one block where nothing is fused.
+      block_sizes: sizes of the blocks that repeat along the cut axis; one block where nothing is
+        fused.
       groups: how often they repeat.
       cut: 1 where the (batch, reduction, output) array is cut along reduction, 2 along output.
     """
@@ -145,7 +141,7 @@ class BoundView:
 
     @property
     def stack_axes(self) -> tuple[int, ...]:
-        """The leaf's matrix axes in the order in which `stack` leaves them, after the merged batch."""
+        """The leaf's matrix axes in the order in which `stack` leaves them."""
         return self._stack_order[len(self.batch_axes) :]
 
     @property
@@ -154,7 +150,7 @@ class BoundView:
         return (*self.batch_axes, *matrix_axes)
 
     def split(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """Cuts a whole leaf into arrays of matrices (batch, fan-in, fan-out), one for each block size."""
+        """Cuts a whole leaf into arrays (batch, fan-in, fan-out), one for each block size."""
         return self.split_stack(self.stack(x))
 
     def merge(self, matrices: Sequence[jax.Array]) -> jax.Array:
@@ -189,7 +185,7 @@ class BoundView:
         return tuple(native.index(a) for a in (*self.reduction_axes, *self.output_axes))
 
     def _cut(self, x: jax.Array) -> list[jax.Array]:
-        """(batch, groups, blocks, rest) -> arrays (batch, block, rest); equal blocks share one array."""
+        """(batch, groups, blocks, rest) -> (batch, block, rest); equal blocks share one array."""
         batch, groups, _, rest = x.shape
         if self._is_even:
             x = x.reshape(batch, groups, len(self.block_sizes), -1, rest).swapaxes(1, 2)
@@ -212,7 +208,8 @@ class BoundView:
         """Spreads one value for each entry of `matrices` over the leaf.
 
         Returns:
-          A float where one value serves the whole leaf, else a float64 array that broadcasts against the leaf.
+          A float where one value serves the whole leaf, else a float64 array that broadcasts
+          against the leaf.
         """
         if len(set(values)) == 1:
             return values[0]
@@ -222,6 +219,14 @@ class BoundView:
         order = np.argsort(axes)
         sizes = [self.shape[a] if a in axes else 1 for a in range(len(self.shape))]
         return line.transpose(order).reshape(sizes)
+
+
+View = MuonDimensionNumbers | MatrixView | BoundView
+
+
+def is_view(x: object) -> bool:
+    """Whether `x` is a matrix view, and so a leaf of a tree of views."""
+    return isinstance(x, MuonDimensionNumbers | MatrixView | BoundView)
 
 
 def bind_view(view: View, shape: tuple[int, ...]) -> BoundView:
@@ -241,13 +246,16 @@ def bind_view(view: View, shape: tuple[int, ...]) -> BoundView:
       >>> bind_view(MuonDimensionNumbers(0, (1, 2)), (64, 8, 16)).matrices
       ((1, 64, 128),)
     """
+    if isinstance(view, BoundView):
+        return view
     if len(shape) < 2:
         raise ValueError(f"a matrix needs two dims or more, got shape {shape}")
     reduction = _axes(view.reduction_axis, shape, "reduction")
     output = _axes(view.output_axis, shape, "output")
     if set(reduction) & set(output):
         raise ValueError(
-            f"reduction axes {reduction} and output axes {output} must be disjoint for shape {shape}"
+            f"reduction axes {reduction} and output axes {output} must be disjoint "
+            f"for shape {shape}"
         )
     batch = tuple(a for a in range(len(shape)) if a not in (*reduction, *output))
     cut, sizes, groups = _blocks(view, shape, reduction, output)
@@ -256,11 +264,12 @@ def bind_view(view: View, shape: tuple[int, ...]) -> BoundView:
 
 def _axes(axes: int | Sequence[int], shape: tuple[int, ...], role: str) -> tuple[int, ...]:
     """Axes as non-negative integers; unlike a modulo, out of range is an error."""
-    given = (axes,) if _is_int(axes) else tuple(axes)  # pyright: ignore[reportArgumentType]
+    given = tuple(axes) if isinstance(axes, Sequence) else (axes,)
     rank = len(shape)
     if not given or not all(_is_int(a) and -rank <= a < rank for a in given):
         raise ValueError(
-            f"{role} axes must be one or more integers in [{-rank}, {rank - 1}] for shape {shape}, got {axes}"
+            f"{role} axes must be one or more integers in [{-rank}, {rank - 1}] "
+            f"for shape {shape}, got {axes}"
         )
     found = tuple(int(a) % rank for a in given)
     if len(set(found)) < len(found):
@@ -269,9 +278,12 @@ def _axes(axes: int | Sequence[int], shape: tuple[int, ...], role: str) -> tuple
 
 
 def _blocks(
-    view: View, shape: tuple[int, ...], reduction: tuple[int, ...], output: tuple[int, ...]
+    view: MuonDimensionNumbers | MatrixView,
+    shape: tuple[int, ...],
+    reduction: tuple[int, ...],
+    output: tuple[int, ...],
 ) -> tuple[Literal[1, 2], tuple[int, ...], int]:
-    """Which axis is cut (1 reduction, 2 output), the sizes of its blocks, and how often they repeat."""
+    """Which axis is cut (1 reduction, 2 output), its block sizes, and how often they repeat."""
     if isinstance(view, MuonDimensionNumbers):
         return 2, (math.prod(shape[a] for a in output),), 1
     cut = 2 if view.axis == "output" else 1

@@ -1,7 +1,7 @@
 """Which optimizer each leaf gets, and the reason.
 
-Declared matrix views come first: they say what is a matrix, and so what gets Muon. Without them, ordered
-rules over a leaf's path and shape decide; the first that matches wins.
+Declared matrix views come first: they say what is a matrix, and so what gets Muon. Without them,
+ordered rules over a leaf's path and shape decide; the first that matches wins.
 """
 
 import dataclasses
@@ -13,7 +13,6 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from muon_optax.matrix_view import BoundView, MuonDimensionNumbers, View, bind_view, is_view
 from muon_optax.tree_paths import (
@@ -41,9 +40,10 @@ class Rule:
     """Gives a label to the leaves whose path, or path and shape, match.
 
     Attributes:
-      pattern: a string matches one or more whole path segments in a row, ignoring case, each with shell
-        wildcards ('lm_head', 'lora_*', 'decoder/*/kernel'), never a part of a segment by chance; a compiled regular
-        expression must match the whole path 'a/b/c'; a function gets (segments, shape) and returns a bool.
+      pattern: a string matches one or more whole path segments in a row, ignoring case, each with
+        shell wildcards ('lm_head', 'lora_*', 'decoder/*/kernel'), never a part of a segment by
+        chance; a compiled regular expression must match the whole path 'a/b/c'; a function gets
+        (segments, shape) and returns a bool.
       label: 'muon', 'adam' or 'frozen'.
       reason: a few words for the report.
 
@@ -102,24 +102,45 @@ def _is_depthwise(segments: Segments, shape: Shape) -> bool:
 
 def _is_stacked_vector(segments: Segments, shape: Shape) -> bool:
     del shape
-    names = ("bias", "*_bias", "b", "scale", "*_scale", "gamma", "beta")
+    names = ("bias", "*_bias", "scale", "*_scale")
     return bool(segments) and any(fnmatch.fnmatchcase(segments[-1].lower(), n) for n in names)
 
 
 _EMBEDDINGS = (
-    "embed embedding embeddings embedder embed_tokens token_embed token_embedding token_embedder tok_embed "
-    "tok_embeddings tok_embedding tok_emb word_embeddings pos_embed pos_embedding pos_emb position_embedding "
-    "position_embeddings position_embedder input_embedding wte wpe cls_token cls"
-).split()
-_HEADS = "lm_head head output_head classifier unembed unembedding logits logits_dense to_logits".split()
-_LORA = "lora lora_*".split()
+    "embed",
+    "embed_tokens",
+    "embedder",
+    "embedding",
+    "embeddings",
+    "input_embedding",
+    *(
+        f"{what}_{name}"
+        for what in ("tok", "token", "pos", "position", "word")
+        for name in ("emb", "embed", "embedder", "embedding", "embeddings")
+    ),
+    "wte",
+    "wpe",
+    "cls",
+    "cls_token",
+)
+_HEADS = (
+    "classifier",
+    "head",
+    "lm_head",
+    "logits",
+    "logits_dense",
+    "output_head",
+    "to_logits",
+    "unembed",
+    "unembedding",
+)
 
 _DEFAULT_RULES = (
     Rule(_is_below_matrix, "adam", "fewer than two dims"),
     Rule(_is_depthwise, "adam", "depthwise kernel"),
     *(Rule(name, "adam", "embedding") for name in _EMBEDDINGS),
     *(Rule(name, "adam", "head") for name in _HEADS),
-    *(Rule(name, "adam", "LoRA factor") for name in _LORA),
+    *(Rule(name, "adam", "LoRA factor") for name in ("lora", "lora_*")),
     Rule(_is_stacked_vector, "adam", "bias or scale"),
 )
 
@@ -128,7 +149,8 @@ def default_rules() -> tuple[Rule, ...]:
     """The rules used where none are given; what none of them matches is a matrix and gets Muon.
 
     Returns:
-      An ordered tuple, to be put after rules of one's own: `partition=(Rule(...), *default_rules())`.
+      An ordered tuple, to be put after rules of one's own: `partition=(Rule(...),
+      *default_rules())`.
 
     Example:
       >>> sorted({rule.reason for rule in default_rules()})[:3]
@@ -171,20 +193,34 @@ class Assignment:
     treedef: Any
 
     def labels(self) -> Any:
-        """The tree of labels, as `optax.partition` takes it."""
-        return self.treedef.unflatten([d.label for d in self.decisions])
+        """The tree of labels, as `optax.partition` takes it.
+
+        Leaves that aren't floating point are masked there, so that any label does.
+        """
+        return self.treedef.unflatten(
+            [d.label if d.reason != NOT_FLOAT else "adam" for d in self.decisions]
+        )
 
     def segments(self, label: Label) -> set[Segments]:
-        """The paths of the leaves with this label."""
-        return {d.segments for d in self.decisions if d.label == label}
+        """The paths of the trainable or frozen floating-point leaves with this label."""
+        return {d.segments for d in self.decisions if d.label == label and d.reason != NOT_FLOAT}
 
+    def views_of(self, tree: Any) -> Any:
+        """The views of a tree of Muon's leaves alone, others masked."""
+        views = {d.segments: d.view for d in self.decisions}
+        found = [views[path] for path, _ in leaves_with_segments(tree)]
+        return jax.tree.structure(tree).unflatten(found)
+
+
+NOT_FLOAT = "not a floating-point leaf"
+NO_VIEW = "no matrix view declared"
 
 Views = View | Any | Callable[[Any], Any]
 Partition = Sequence[Rule] | Any | Callable[[Any], Any]
 
 
 def is_float_leaf(leaf: Any) -> bool:
-    """Whether a leaf can be trained: real or complex floating point (not integers, bools, keys or float0)."""
+    """Whether a leaf is floating point, real or complex (not an integer, bool, key or float0)."""
     return jnp.issubdtype(_dtype(leaf), jnp.inexact)
 
 
@@ -199,7 +235,8 @@ def assign(params: Any, views: Views = None, partition: Partition = None) -> Ass
       params: the parameter tree, or updates of its structure. Non-float leaves are 'frozen'.
       views: a view, a tree of views (or a prefix of one) with None for AdamW, a function that
         returns one, or None for the rules.
-      partition: ordered rules, or labels as `optax.partition` takes them: a tree or a function that returns one.
+      partition: ordered rules, or labels as `optax.partition` takes them: a tree or a function that
+        returns one.
 
     Returns:
       The decisions, each with its reason.
@@ -209,13 +246,15 @@ def assign(params: Any, views: Views = None, partition: Partition = None) -> Ass
     """
     leaves = leaves_with_segments(params)
     treedef = jax.tree.structure(params)
+    if not leaves:  # an empty tree, or the placeholder of optax.tree_map_params
+        return Assignment((), treedef)
+    declared = views is not None
     views = resolve(views, params)
     floats = jax.tree.map(lambda x: x if is_float_leaf(x) else None, params)
-    if views is not None:
+    if declared:
         chosen = iter(align(views, floats, what="matrix views", is_leaf=is_view))
         choose = lambda path, shape: _by_view(path, shape, next(chosen))  # noqa: E731
-    elif _is_rules(partition):
-        rules = partition or _DEFAULT_RULES
+    elif (rules := as_rules(partition)) is not None:
         choose = lambda path, shape: _by_rules(path, shape, rules)  # noqa: E731
     else:
         labels = iter(align(resolve(partition, params), floats, what="labels"))
@@ -231,15 +270,18 @@ def assign(params: Any, views: Views = None, partition: Partition = None) -> Ass
 
 
 def resolve(tree: Any, params: Any) -> Any:
-    """Calls a function of the parameters; a tree that happens to be callable (a model) is a tree."""
+    """Calls a function of the parameters; a callable tree (a model) is a tree."""
     is_function = callable(tree) and jax.tree_util.all_leaves([tree]) and not is_view(tree)
     return tree(params) if is_function else tree
 
 
-def _is_rules(partition: Partition) -> bool:
+def as_rules(partition: Partition) -> tuple[Rule, ...] | None:
+    """The rules that the argument stands for; None where it is labels."""
     if partition is None:
-        return True
-    return isinstance(partition, Sequence) and all(isinstance(r, Rule) for r in partition)
+        return _DEFAULT_RULES
+    if isinstance(partition, Sequence) and all(isinstance(r, Rule) for r in partition):
+        return tuple(partition)
+    return None
 
 
 Choice = tuple[Label, str, View | None]
@@ -248,7 +290,7 @@ Choice = tuple[Label, str, View | None]
 def _decide(path: Segments, leaf: Any, choose: Callable[[Segments, Shape], Choice]) -> Decision:
     shape, dtype = tuple(jnp.shape(leaf)), str(_dtype(leaf))
     if not is_float_leaf(leaf):
-        return Decision(path, shape, dtype, "frozen", "not a floating-point leaf")
+        return Decision(path, shape, dtype, "frozen", NOT_FLOAT)
     label, reason, view = choose(path, shape)
     bound = None if view is None else bind_view(view, shape)
     return Decision(path, shape, dtype, label, reason, bound)
@@ -259,11 +301,10 @@ def _by_view(path: Segments, shape: Shape, view: View | None) -> Choice:
     if view is None:
         return "adam", "no matrix view in the given tree", None
     if not is_view(view):
-        raise ValueError(f"a matrix view must be MuonDimensionNumbers, MatrixView or None, got {view!r}")
+        raise ValueError(
+            f"a matrix view must be MuonDimensionNumbers, MatrixView or None, got {view!r}"
+        )
     return "muon", "matrix view given", view
-
-
-NO_VIEW = "no matrix view declared"
 
 
 def _by_rules(path: Segments, shape: Shape, rules: Sequence[Rule]) -> Choice:
@@ -283,24 +324,28 @@ def _by_label(path: Segments, shape: Shape, label: Any, reason: str = "label giv
         return label, reason, None
     if len(shape) != 2:
         raise ValueError(
-            f"shape {shape}, labelled 'muon': a leaf that isn't two-dimensional needs a matrix view "
-            "(muon_weight_dimension_numbers)"
+            f"shape {shape}, labelled 'muon': a leaf that isn't two-dimensional needs a matrix "
+            "view (muon_weight_dimension_numbers)"
         )
     return "muon", reason, MuonDimensionNumbers(0, 1)
 
 
-def check_rules(partition: Partition, assignment: Assignment) -> None:
-    """Raises for rules of the user's own that match no leaf: a mistyped name must not pass silently."""
-    if not _is_rules(partition) or partition is None:
+def check_rules(partition: Partition, params: Any) -> None:
+    """Raises for rules of the user's own that match no leaf, as a mistyped name does."""
+    places = leaves_with_segments(params, lambda x: x is None or is_masked(x))
+    if not places:
         return
-    own = [rule for rule in partition if rule not in _DEFAULT_RULES]
     unused = [
         f"{rule.pattern!r} -> {rule.label!r}"
-        for rule in own
-        if not any(rule.matches(d.segments, d.shape) for d in assignment.decisions)
+        for rule in as_rules(partition) or ()
+        if rule not in _DEFAULT_RULES
+        and not any(rule.matches(path, getattr(leaf, "shape", ())) for path, leaf in places)
     ]
-    paths = ", ".join(d.path for d in assignment.decisions[:20])
-    raise_together(unused, f"these rules match no leaf (leaves: {paths}):")
+    raise_together(unused, f"these rules match no leaf of {', '.join(_names(places))}:")
+
+
+def _names(places: Sequence[tuple[Segments, Any]], most: int = 20) -> list[str]:
+    return [path_name(path) for path, _ in places[:most]] + ["..."] * (len(places) > most)
 
 
 def warn_of_surprises(params: Any, assignment: Assignment) -> None:
@@ -309,12 +354,12 @@ def warn_of_surprises(params: Any, assignment: Assignment) -> None:
     if decisions and not any(d.label == "muon" for d in decisions):
         _warn("no leaf gets Muon; all of them get AdamW or are frozen", decisions)
     _warn(
-        "leaves with three or more dims and no declared matrix view get AdamW; declare their views with "
-        "muon_weight_dimension_numbers (flax_matrix_views makes them for Flax models)",
+        "leaves with three or more dims and no declared matrix view get AdamW; declare their views "
+        "with muon_weight_dimension_numbers (flax_matrix_views makes them for Flax models)",
         [d for d in decisions if d.reason == NO_VIEW],
     )
     _warn(
-        "leaves that look like stacked vectors (their first dim is that of a stack beside them) get Muon",
+        "leaves that look like stacked vectors (first dim as that of a stack beside them) get Muon",
         _undeclared_stacks(decisions),
     )
     _warn("one array under several paths has different optimizers", _split_ties(params, decisions))

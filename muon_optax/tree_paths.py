@@ -1,7 +1,7 @@
-"""Leaves by their paths: names for messages, and trees aligned by path instead of by container type.
+"""Leaves by their paths: names for messages, and trees aligned by path, not by container.
 
-Labels, views and shardings are often written as plain dicts while the parameters are an NNX state, a
-dataclass or a tree with masked nodes. Aligning by path lets all of these meet.
+Labels, views and shardings are often written as plain dicts while the parameters are an NNX state,
+a dataclass or a tree with masked nodes. Aligning by path lets all of these meet.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,17 @@ import jax
 import optax
 from jax.tree_util import GetAttrKey, KeyPath
 
-__all__ = ["Segments", "align", "is_masked", "leaves_with_segments", "path_name", "segments_of"]
+__all__ = [
+    "Segments",
+    "align",
+    "cast_like",
+    "graft",
+    "is_masked",
+    "leaves_with_segments",
+    "path_name",
+    "raise_together",
+    "segments_of",
+]
 
 Segments = tuple[str, ...]
 
@@ -22,8 +32,8 @@ def is_masked(x: object) -> bool:
 
 
 def _canonical(path: KeyPath) -> KeyPath:
-    # Flax variables (NNX Param, Linen's boxes) show up as one more attribute, `value`, in parameters but not
-    # in the updates that NNX hands to optax.
+    # Flax variables (NNX Param, Linen's boxes) show up as one more attribute, `value`, in
+    # parameters but not in the updates that NNX hands to optax.
     if path and isinstance(path[-1], GetAttrKey) and path[-1].name == "value":
         return path[:-1]
     return path
@@ -58,7 +68,8 @@ def align(
     """Spreads a tree that may be a prefix of `tree` over the leaves of `tree`, by path.
 
     Args:
-      prefix: a tree with an entry for each leaf of `tree` or for a subtree above it. None is an entry.
+      prefix: a tree with an entry for each leaf of `tree` or for a subtree above it. None is an
+        entry.
       tree: the tree to spread over. None and `optax.MaskedNode` are places without a leaf.
       what: what the entries are, for messages.
       is_leaf: what counts as one entry of `prefix` besides None and `optax.MaskedNode`.
@@ -80,11 +91,11 @@ def align(
     entries = dict(leaves_with_segments(prefix, is_entry))
     places = leaves_with_segments(tree, lambda x: x is None or is_masked(x))
     leaves = [(path, leaf) for path, leaf in places if leaf is not None and not is_masked(leaf)]
-    owners = {path: _owner(path, entries) for path, _ in places}
+    owners = {path: owner for path, _ in places if (owner := _owner(path, entries)) is not None}
     problems = [
         f"  {path_name(path)}: a leaf of shape {getattr(leaf, 'shape', ())} without an entry"
         for path, leaf in leaves
-        if owners[path] is None or is_masked(entries[owners[path]])
+        if path not in owners or is_masked(entries[owners[path]])
     ]
     used = set(owners.values())
     problems += [
@@ -94,8 +105,8 @@ def align(
     ]
     if problems:
         raise ValueError(
-            f"the tree of {what} doesn't match the parameters; each leaf needs one entry, at its path or above "
-            "it:\n" + "\n".join(problems)
+            f"the tree of {what} doesn't match the parameters; each leaf needs one entry, at its "
+            "path or above it:\n" + "\n".join(problems)
         )
     return [entries[owners[path]] for path, _ in leaves]
 
@@ -112,3 +123,14 @@ def raise_together(problems: Sequence[str], headline: str) -> None:
     """Raises one ValueError for all the bad leaves, or nothing where there are none."""
     if problems:
         raise ValueError(headline + "\n" + "\n".join(f"  {p}" for p in problems))
+
+
+def graft(tree: Any, structure: Any) -> Any:
+    """The leaves of `tree` in the containers of `structure`; NNX changes its own between calls."""
+    return jax.tree.structure(structure).unflatten(jax.tree.leaves(tree))
+
+
+def cast_like(new: Any, old: Any) -> Any:
+    """The leaves of `new` in the dtypes and containers of `old`: a state keeps its type."""
+    leaves = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    return jax.tree.structure(old).unflatten([n.astype(o.dtype) for n, o in leaves])

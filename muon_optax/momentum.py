@@ -1,0 +1,104 @@
+"""Momentum: the buffer that is kept, and the mix of buffer and gradient that is orthogonalised."""
+
+import dataclasses
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from muon_optax.checks import check_choice, check_decay, check_flag, check_float_dtype
+
+__all__ = ["Momentum", "MomentumForm", "zeros_like_parameter"]
+
+MomentumForm = Literal["ema", "sum"]
+Weights = tuple[jax.Array, jax.Array | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Momentum:
+    """One convention of momentum.
+
+    Attributes:
+      beta: decay rate, in [0, 1).
+      dtype: dtype of the buffer; None is the parameter's. Complex parameters keep a complex buffer.
+      nesterov: look one step ahead.
+      bias_correction: divide by what the zero start leaves out, as optax does.
+      form: 'ema', m = beta m + (1 - beta) g, or 'sum', m = beta m + g.
+    """
+
+    beta: jax.typing.ArrayLike
+    dtype: Any
+    nesterov: bool
+    bias_correction: bool
+    form: MomentumForm
+
+    def __post_init__(self) -> None:
+        check_decay("beta", self.beta)
+        check_float_dtype("mu_dtype", self.dtype)
+        check_flag("nesterov", self.nesterov)
+        check_flag("bias_correction", self.bias_correction)
+        check_choice("momentum", self.form, get_args(MomentumForm))
+
+    def init(self, param: Any) -> jax.Array:
+        """A zero buffer in the parameter's layout."""
+        dtype = param.dtype if self.dtype is None else jnp.dtype(self.dtype)
+        if jnp.issubdtype(param.dtype, jnp.complexfloating):
+            dtype = jnp.promote_types(dtype, jnp.complex64)
+        return zeros_like_parameter(param, jax.dtypes.canonicalize_dtype(dtype))
+
+    def accumulate(self, grad: jax.Array, buffer: jax.Array) -> jax.Array:
+        """The next buffer, in at least float32; the caller rounds it to the state's dtype."""
+        dtype = wide_dtype(grad.dtype, buffer.dtype)
+        beta = _real(self.beta, dtype)
+        gain = 1 - beta if self.form == "ema" else jnp.ones_like(beta)
+        return beta * buffer.astype(dtype) + gain * grad.astype(dtype)
+
+    def weights(self, count: jax.Array) -> Weights:
+        """What the mix takes of buffer and gradient at step `count` (1 at the first update).
+
+        The bias-corrected Nesterov mix divides the buffer by 1 - beta^(t+1), as optax and Keras'
+        Nadam do.
+        """
+        dtype = jnp.result_type(float)
+        beta, t = _real(self.beta, dtype), count.astype(dtype)
+        one = jnp.ones_like(beta)
+        gain = 1 - beta if self.form == "ema" else one
+        if not self.bias_correction:
+            return (beta, gain) if self.nesterov else (one, None)
+        to_average = one if self.form == "ema" else 1 - beta
+        if not self.nesterov:
+            return to_average / (1 - beta**t), None
+        return to_average * beta / (1 - beta ** (t + 1)), (1 - beta) / (1 - beta**t)
+
+
+def mix(weights: Weights, grad: jax.Array, buffer: jax.Array) -> jax.Array:
+    """The direction to orthogonalise, in the buffer's dtype (at least float32)."""
+    of_buffer, of_grad = weights
+    mixed = _real(of_buffer, buffer.dtype) * buffer
+    if of_grad is None:
+        return mixed
+    return mixed + _real(of_grad, buffer.dtype) * grad.astype(buffer.dtype)
+
+
+def wide_dtype(*dtypes: Any) -> jnp.dtype:
+    """The dtype to form sums in: that of the operands, but at least float32."""
+    wide = jnp.dtype(jnp.float32)
+    for dtype in dtypes:
+        wide = jnp.promote_types(wide, dtype)
+    return wide
+
+
+def _real(value: jax.typing.ArrayLike, dtype: Any) -> jax.Array:
+    """A scalar in the real dtype of `dtype`, as strict promotion wants it in a product."""
+    return jnp.asarray(value, jnp.finfo(dtype).dtype)
+
+
+def zeros_like_parameter(param: Any, dtype: Any) -> jax.Array:
+    """Zeros that lie where the parameter lies, also under `jit` on a mesh without a context.
+
+    `jnp.zeros_like` forgets the layout there; a result that depends on the parameter's value keeps
+    it. NaN and infinity don't get through the `where`.
+    """
+    if isinstance(param, jax.Array):
+        return jnp.where(False, param, jnp.zeros((), param.dtype)).astype(dtype)
+    return jnp.zeros(param.shape, dtype, device=getattr(param, "sharding", None))

@@ -1,0 +1,368 @@
+"""The pieces of Muon as optax transformations.
+
+`scale_by_muon` is `scale_by_momentum` followed by `orthogonalize`, as one transformation with one
+state, so that the momentum mix is formed and rounded where the exchange between devices begins.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from muon_optax.checks import check_decay, check_flag, check_float_dtype
+from muon_optax.matrix_view import BoundView, MuonDimensionNumbers
+from muon_optax.momentum import Momentum, MomentumForm, mix
+from muon_optax.partition import Views, assign, is_float_leaf
+from muon_optax.polar import (
+    Method,
+    NewtonSchulz,
+    PrecisionName,
+    Preconditioning,
+    Row,
+    ScheduleName,
+    resolve_schedule,
+)
+from muon_optax.scaling import Scale, resolve_scaling
+from muon_optax.sharding.execute import Orthogonalizer, orthogonalize_leaves
+from muon_optax.tree_paths import (
+    cast_like,
+    graft,
+    leaves_with_segments,
+    path_name,
+    raise_together,
+)
+
+__all__ = [
+    "MuonState",
+    "orthogonalize",
+    "scale_by_momentum",
+    "scale_by_muon",
+    "scale_by_shape",
+]
+
+Coefficients = ScheduleName | Literal["standard"] | Row | Sequence[Row]
+
+
+class MuonState(NamedTuple):
+    """State of Muon.
+
+    Attributes:
+      count: number of updates so far, an int32 scalar.
+      mu: the momentum, one buffer a leaf, in the parameter's layout.
+    """
+
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    mu: optax.Updates
+
+
+def scale_by_momentum(
+    beta: jax.typing.ArrayLike = 0.95,
+    mu_dtype: Any = None,
+    *,
+    nesterov: bool = True,
+    bias_correction: bool = True,
+    momentum: MomentumForm = "ema",
+) -> optax.GradientTransformation:
+    """Replaces updates by their momentum mix, what Muon orthogonalises.
+
+    Args:
+      beta: decay rate, in [0, 1).
+      mu_dtype: dtype of the buffer; None keeps the parameter's.
+      nesterov: mix the next step's momentum in.
+      bias_correction: divide by 1 - beta^t (by 1 - beta^(t+1) for the buffer under Nesterov), as
+        optax does; False is the convention of torch, Keller Jordan, Dion and Megatron.
+      momentum: 'ema', m = beta m + (1 - beta) g, or 'sum', m = beta m + g.
+
+    Returns:
+      A transformation with a `MuonState`. Updates keep their dtype.
+
+    Raises:
+      ValueError, TypeError: for options out of range.
+
+    Example:
+      >>> tx = scale_by_momentum(0.5, nesterov=False, bias_correction=False)
+      >>> updates, state = tx.update(jnp.ones(2), tx.init(jnp.zeros(2)))
+      >>> updates.tolist()
+      [0.5, 0.5]
+    """
+    buffer = Momentum(beta, mu_dtype, nesterov, bias_correction, momentum)
+
+    def update(updates, state, params=None):
+        del params
+        count, mixing, new = _accumulate(buffer, updates, state)
+        mixed = jax.tree.map(lambda g, m: mixing(g, m).astype(g.dtype), updates, new)
+        return mixed, MuonState(count, cast_like(new, state.mu))
+
+    return optax.GradientTransformation(functools.partial(_init, buffer), update)
+
+
+def orthogonalize(
+    ns_coeffs: Coefficients = "jordan",
+    ns_steps: int | None = None,
+    *,
+    adaptive: bool = False,
+    preconditioning: Preconditioning | None = None,
+    ns_method: Method = "auto",
+    ns_dtype: Any = None,
+    ns_precision: PrecisionName | None = None,
+    orthogonalizer: Orthogonalizer | None = None,
+    weight_dimension_numbers: Views = None,
+) -> optax.GradientTransformation:
+    """Replaces each matrix of the updates by (nearly) its polar factor.
+
+    Args:
+      ns_coeffs: a schedule's name, one triple, or a table of triples; see `newton_schulz`.
+      ns_steps: number of Newton-Schulz steps; None is the schedule's own.
+      adaptive: multiply each matrix by its inner product with the input, the dual norm (arXiv
+        2409.20325).
+      preconditioning: how the matrix is brought into range; None is the schedule's own.
+      ns_method: 'standard', 'gram', or 'auto' by aspect ratio.
+      ns_dtype: dtype to compute in; None is the update's.
+      ns_precision: precision of the products, as in `jax.lax.dot`.
+      orthogonalizer: a function on (batch, m, n), used instead of Newton-Schulz.
+      weight_dimension_numbers: a view, a tree of views, or a function that returns one; None takes
+        every leaf for a [fan-in, fan-out] matrix.
+
+    Returns:
+      A stateless transformation. Updates keep their dtype.
+
+    Raises:
+      ValueError, TypeError: for options out of range; at `init`, for leaves that make no matrix.
+
+    Example:
+      >>> tx = orthogonalize("polar_express", 8)
+      >>> updates, _ = tx.update(5 * jnp.eye(2), tx.init(jnp.zeros((2, 2))))
+      >>> updates.round(3).tolist()
+      [[1.0, 0.0], [0.0, 1.0]]
+    """
+    run = _runner(
+        ns_coeffs,
+        ns_steps,
+        adaptive,
+        preconditioning,
+        ns_method,
+        ns_dtype,
+        ns_precision,
+        orthogonalizer,
+    )
+
+    def init(params):
+        _bound_views(params, weight_dimension_numbers)
+        return optax.EmptyState()
+
+    def update(updates, state, params=None):
+        del params
+        views = _bound_views(updates, weight_dimension_numbers)
+        leaves, treedef = jax.tree.flatten(updates)
+        results = run(leaves, views, [x.dtype for x in leaves])
+        return treedef.unflatten(results), state
+
+    return optax.GradientTransformation(init, update)
+
+
+def scale_by_shape(
+    weight_dimension_numbers: Views = None,
+    consistent_rms: jax.typing.ArrayLike | None = None,
+    *,
+    scale: Scale | None = None,
+    scale_factor: jax.typing.ArrayLike = 1.0,
+) -> optax.GradientTransformation:
+    """Scales each matrix by a factor of its fan-in and fan-out, each fused block by its own.
+
+    Args:
+      weight_dimension_numbers: as in `orthogonalize`.
+      consistent_rms: scale by this times sqrt(max(fan-in, fan-out)), as optax does.
+      scale: 'shape_scaling' sqrt(max(1, out / in)), the default; 'match_rms_adamw' 0.2 sqrt(max(in,
+        out)); 'spectral' sqrt(max(in, out)); 'unit_rms_norm' sqrt(out / in); 'none'.
+      scale_factor: multiplies any mode.
+
+    Returns:
+      A stateless transformation. Updates keep their dtype.
+
+    Raises:
+      ValueError, TypeError: for an unknown mode, or both `scale` and `consistent_rms`.
+
+    Example:
+      >>> tx = scale_by_shape()
+      >>> tx.update(jnp.ones((1, 4)), tx.init(jnp.zeros((1, 4))))[0].tolist()
+      [[2.0, 2.0, 2.0, 2.0]]
+    """
+    scaling = resolve_scaling(scale, scale_factor, consistent_rms)
+
+    def scaled(x: jax.Array, view: BoundView) -> jax.Array:
+        base = view.per_block([scaling.base(m, n) for _, m, n in view.matrices])
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        real = jnp.finfo(wide).dtype
+        factor = jnp.asarray(base, real) * jnp.asarray(scaling.multiplier, real)
+        return (factor * x.astype(wide)).astype(x.dtype)
+
+    def update(updates, state, params=None):
+        del params
+        views = _bound_views(updates, weight_dimension_numbers)
+        leaves, treedef = jax.tree.flatten(updates)
+        return treedef.unflatten([scaled(*pair) for pair in zip(leaves, views, strict=True)]), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def scale_by_muon(
+    ns_coeffs: Coefficients = "jordan",
+    ns_steps: int | None = None,
+    beta: jax.typing.ArrayLike = 0.95,
+    eps: jax.typing.ArrayLike = 1e-8,
+    mu_dtype: Any = None,
+    *,
+    nesterov: bool = True,
+    adaptive: bool = False,
+    preconditioning: Preconditioning | None = None,
+    weight_dimension_numbers: Views = None,
+    bias_correction: bool = True,
+    momentum: MomentumForm = "ema",
+    ns_method: Method = "auto",
+    ns_dtype: Any = None,
+    ns_precision: PrecisionName | None = None,
+    orthogonalizer: Orthogonalizer | None = None,
+) -> optax.GradientTransformation:
+    """Muon's direction: momentum, orthogonalised. Drop-in for `optax.contrib.scale_by_muon`.
+
+    Args:
+      ns_coeffs: as in `orthogonalize`.
+      ns_steps: as in `orthogonalize`.
+      beta: as in `scale_by_momentum`.
+      eps: kept for optax's signature; the normalisation here is scale-invariant and needs none.
+      mu_dtype: as in `scale_by_momentum`.
+      nesterov: as in `scale_by_momentum`.
+      adaptive: as in `orthogonalize`.
+      preconditioning: as in `orthogonalize`.
+      weight_dimension_numbers: as in `orthogonalize`.
+      bias_correction: as in `scale_by_momentum`.
+      momentum: as in `scale_by_momentum`.
+      ns_method: as in `orthogonalize`.
+      ns_dtype: dtype to orthogonalise in; None is the momentum's.
+      ns_precision: as in `orthogonalize`.
+      orthogonalizer: as in `orthogonalize`; it gets the momentum mix.
+
+    Returns:
+      A transformation with a `MuonState`. Updates keep the gradient's dtype.
+
+    Raises:
+      ValueError, TypeError: for options out of range; at `init`, for leaves that make no matrix.
+
+    Example:
+      >>> tx = scale_by_muon("tight")
+      >>> grad = jnp.diag(jnp.array([1.0, 100.0]))
+      >>> update, state = tx.update(grad, tx.init(jnp.zeros((2, 2))))
+      >>> bool(jnp.allclose(update, jnp.eye(2), atol=0.05))
+      True
+    """
+    check_decay("eps", eps)
+    buffer = Momentum(beta, mu_dtype, nesterov, bias_correction, momentum)
+    run = _runner(
+        ns_coeffs,
+        ns_steps,
+        adaptive,
+        preconditioning,
+        ns_method,
+        ns_dtype,
+        ns_precision,
+        orthogonalizer,
+    )
+
+    def init(params):
+        _bound_views(params, weight_dimension_numbers)
+        return _init(buffer, params)
+
+    def update(updates, state, params=None):
+        del params
+        views = _bound_views(updates, weight_dimension_numbers)
+        count, mixing, new = _accumulate(buffer, updates, state)
+        grads, treedef = jax.tree.flatten(updates)
+        kept = jax.tree.leaves(state.mu)
+        mixes = [mixing(g, m) for g, m in zip(grads, jax.tree.leaves(new), strict=True)]
+        results = run(mixes, views, [m.dtype for m in kept])
+        results = [x.astype(g.dtype) for x, g in zip(results, grads, strict=True)]
+        return treedef.unflatten(results), MuonState(count, cast_like(new, state.mu))
+
+    return optax.GradientTransformation(init, update)
+
+
+def _init(buffer: Momentum, params: optax.Params) -> MuonState:
+    bad = [
+        f"{path_name(path)}: got dtype {leaf.dtype}"
+        for path, leaf in leaves_with_segments(params)
+        if not is_float_leaf(leaf)
+    ]
+    raise_together(bad, "momentum needs floating-point leaves:")
+    return MuonState(jnp.zeros([], jnp.int32), jax.tree.map(buffer.init, params))
+
+
+def _accumulate(
+    buffer: Momentum, updates: optax.Updates, state: MuonState
+) -> tuple[jax.Array, Callable[[jax.Array, jax.Array], jax.Array], optax.Updates]:
+    """The next count, the mix of gradient and buffer, and the new buffers, not yet rounded."""
+    _check_state(updates, state.mu)
+    count = jnp.asarray(optax.safe_increment(state.count))
+    mixing = functools.partial(mix, buffer.weights(count))
+    return count, mixing, jax.tree.map(buffer.accumulate, updates, graft(state.mu, updates))
+
+
+def _check_state(updates: optax.Updates, mu: optax.Updates) -> None:
+    have, want = (dict(leaves_with_segments(t)) for t in (mu, updates))
+    problems = [f"{path_name(p)}: in the state only" for p in have if p not in want]
+    problems += [f"{path_name(p)}: in the updates only" for p in want if p not in have]
+    problems += [
+        f"{path_name(p)}: momentum {have[p].shape}, update {want[p].shape}"
+        for p in want
+        if p in have and have[p].shape != want[p].shape
+    ]
+    raise_together(
+        problems, "Muon's state doesn't belong to these updates (was a leaf's optimizer changed?):"
+    )
+
+
+def _bound_views(tree: Any, declared: Views) -> list[BoundView]:
+    views = MuonDimensionNumbers() if declared is None else declared
+    decisions = assign(tree, views).decisions
+    problems = [f"{d.path}: {d.reason}" for d in decisions if d.view is None]
+    raise_together(problems, "Muon needs a matrix view for each of its leaves:")
+    return [d.view for d in decisions if d.view is not None]
+
+
+Runner = Callable[[Sequence[jax.Array], Sequence[BoundView], Sequence[Any]], list[jax.Array]]
+
+
+def _runner(
+    ns_coeffs: Coefficients,
+    ns_steps: int | None,
+    adaptive: bool,
+    preconditioning: Preconditioning | None,
+    ns_method: Method,
+    ns_dtype: Any,
+    ns_precision: PrecisionName | None,
+    orthogonalizer: Orthogonalizer | None,
+) -> Runner:
+    """Checks the options; the result computes in `ns_dtype`, or in each leaf's given dtype."""
+    check_flag("adaptive", adaptive)
+    check_float_dtype("ns_dtype", ns_dtype)
+    schedule = resolve_schedule(ns_coeffs, ns_steps, preconditioning)
+    iteration = NewtonSchulz(schedule, ns_method, None, ns_precision)
+    function = iteration if orthogonalizer is None else orthogonalizer
+    if adaptive:
+        function = functools.partial(_scale_by_dual_norm, function)
+
+    def run(mixes, views, dtypes):
+        cast = [x.astype(ns_dtype or dtype) for x, dtype in zip(mixes, dtypes, strict=True)]
+        results = orthogonalize_leaves(cast, views, function)
+        return [r.astype(d) for r, d in zip(results, dtypes, strict=True)]
+
+    return run
+
+
+def _scale_by_dual_norm(function: Orthogonalizer, x: jax.Array) -> jax.Array:
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    y = function(x)
+    inner = jnp.sum(x.astype(wide).conj() * y.astype(wide), axis=(-2, -1), keepdims=True)
+    return (inner * y.astype(wide)).astype(y.dtype)
