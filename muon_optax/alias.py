@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from muon_optax.checks import check_choice, check_decay, check_number
@@ -109,13 +108,14 @@ def muon(
         were declared, listing all of them with their paths.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> params = {"mlp": {"kernel": jnp.ones((4, 16)), "bias": jnp.zeros(16)}}
       >>> tx = muon(0.02, weight_decay=0.01)
       >>> state = tx.init(params)
       >>> updates, state = tx.update(params, state, params)
       >>> kernel = updates["mlp"]["kernel"]
       >>> kernel.shape, round(float(jnp.linalg.norm(kernel, 2)), 4)
-      ((4, 16), 0.0279)
+      ((4, 16), 0.0295)
     """
     numbers = {
         "learning_rate": learning_rate,
@@ -181,11 +181,6 @@ def _with_decay_and_rate(
     if kind == "l2":
         return optax.chain(after(decay, direction), shape, optax.identity(), rate)
     if kind == "independent":
-        return optax.chain(direction, shape, rate, decayed_weights(_negative(weight_decay), mask))
+        step = optax.scale_by_learning_rate(learning_rate, flip_sign=False)
+        return optax.chain(direction, shape, step, decay, optax.scale(-1.0))
     return optax.chain(direction, shape, decay, rate)
-
-
-def _negative(rate: ScalarOrSchedule) -> ScalarOrSchedule:
-    if callable(rate):
-        return lambda count: jnp.negative(rate(count))
-    return jnp.negative(rate)
