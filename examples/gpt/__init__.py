@@ -1,0 +1,1 @@
+"""The parts of the demo: options, text, model and learning curves."""
