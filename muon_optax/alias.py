@@ -1,12 +1,18 @@
 """`muon`: the whole optimizer, composed of optax's pieces and ours."""
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
 import optax
 
-from muon_optax.checks import check_choice, check_decay, check_number
+from muon_optax.checks import (
+    check_choice,
+    check_decay,
+    check_mask,
+    check_number,
+)
 from muon_optax.dispatch import dispatch
 from muon_optax.momentum import MomentumForm
 from muon_optax.partition import Partition, Views
@@ -14,7 +20,12 @@ from muon_optax.polar import Method, PrecisionName, Preconditioning
 from muon_optax.scaling import Scale
 from muon_optax.sharding.execute import Orthogonalizer
 from muon_optax.transform import Coefficients, scale_by_muon, scale_by_shape
-from muon_optax.wrappers import after, decayed_weights, in_float32, in_parameter_layout
+from muon_optax.wrappers import (
+    chain_in_order,
+    decayed_weights,
+    in_float32,
+    in_parameter_layout,
+)
 
 __all__ = ["WeightDecayKind", "muon"]
 
@@ -123,11 +134,13 @@ def muon(
         "adam_learning_rate": learning_rate if adam_learning_rate is None else adam_learning_rate,
         "adam_weight_decay": adam_weight_decay,
     }
-    decays = {"adam_b1": adam_b1, "adam_b2": adam_b2, "adam_eps_root": adam_eps_root, "eps": eps}
     for name, value in numbers.items():
-        check_number(name, value)
-    for name, value in decays.items():
+        check_number(name, value, schedule=True)
+    for name, value in {"adam_b1": adam_b1, "adam_b2": adam_b2}.items():
         check_decay(name, value)
+    for name, value in {"eps": eps, "adam_eps_root": adam_eps_root}.items():
+        check_decay(name, value, below=math.inf)
+    check_mask("weight_decay_mask", weight_decay_mask)
     check_choice("weight_decay_kind", weight_decay_kind, get_args(WeightDecayKind))
 
     def muon_half(views: Views) -> optax.GradientTransformation:
@@ -135,8 +148,7 @@ def muon(
             ns_coeffs,
             ns_steps,
             beta,
-            eps,
-            mu_dtype,
+            mu_dtype=mu_dtype,
             nesterov=nesterov,
             adaptive=adaptive,
             preconditioning=preconditioning,
@@ -154,14 +166,19 @@ def muon(
         )
 
     muon_half(None)  # checks the options now; leaves are checked at init
-    adam = optax.chain(
-        optax.scale_by_adam(adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, nesterov=nesterov),
-        decayed_weights(adam_weight_decay, None),
-        optax.scale_by_learning_rate(numbers["adam_learning_rate"]),
+    adam = _adamw(
+        numbers["adam_learning_rate"],
+        adam_weight_decay,
+        mu_dtype,
+        b1=adam_b1,
+        b2=adam_b2,
+        eps=eps,
+        eps_root=adam_eps_root,
+        nesterov=nesterov,
     )
     return dispatch(
         lambda views: in_float32(muon_half(views)),
-        in_float32(in_parameter_layout(adam)),
+        in_float32(adam),
         muon_weight_dimension_numbers,
         partition,
     )
@@ -179,8 +196,25 @@ def _with_decay_and_rate(
     decay = decayed_weights(weight_decay, mask)
     rate = optax.scale_by_learning_rate(learning_rate)
     if kind == "l2":
-        return optax.chain(after(decay, direction), shape, optax.identity(), rate)
+        return chain_in_order((direction, shape, decay, rate), (2, 0, 1, 3))
     if kind == "independent":
         step = optax.scale_by_learning_rate(learning_rate, flip_sign=False)
         return optax.chain(direction, shape, step, decay, optax.scale(-1.0))
     return optax.chain(direction, shape, decay, rate)
+
+
+def _adamw(
+    learning_rate: ScalarOrSchedule, weight_decay: ScalarOrSchedule, mu_dtype: Any, **options: Any
+) -> optax.GradientTransformation:
+    """Optax's AdamW, with moments in the parameters' layout, and complex where those are."""
+
+    def chain(dtype: Any) -> optax.GradientTransformation:
+        return optax.chain(
+            optax.scale_by_adam(mu_dtype=dtype, **options),
+            decayed_weights(weight_decay, None),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+
+    # Only init knows the dtype, which `in_float32` then keeps: optax would cast a complex moment.
+    init = in_parameter_layout(chain(mu_dtype)).init
+    return optax.GradientTransformation(init, chain(None).update)

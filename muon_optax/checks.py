@@ -1,17 +1,22 @@
 """Checks of options at construction: what was got, and what is allowed."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-__all__ = ["check_choice", "check_decay", "check_flag", "check_float_dtype", "check_number"]
-
-
-def _is_known(value: Any) -> bool:
-    return not isinstance(value, Tracer)
+__all__ = [
+    "check_choice",
+    "check_decay",
+    "check_flag",
+    "check_float_dtype",
+    "check_mask",
+    "check_number",
+]
 
 
 def check_flag(name: str, value: Any) -> None:
@@ -22,49 +27,80 @@ def check_flag(name: str, value: Any) -> None:
 
 def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
     """Raises ValueError unless `value` is one of the allowed strings."""
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} must be one of {tuple(allowed)}, got {value!r}")
 
 
-def check_number(name: str, value: Any, *, low: float = 0.0, high: float = float("inf")) -> None:
-    """Raises unless `value` is a real scalar in [low, high]; schedules and traced values pass."""
-    if callable(value):
+def check_mask(name: str, mask: Any) -> None:
+    """Raises TypeError unless `mask` is None, a function or a tree of bools."""
+    if callable(mask):
         return
-    if isinstance(value, bool | np.bool_ | str) or value is None or jnp.ndim(value) != 0:
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if jnp.issubdtype(jnp.result_type(value), jnp.complexfloating):
-        raise TypeError(f"{name} must be real, got {value!r}")
-    if _is_known(value) and not low <= float(value) <= high:
-        raise ValueError(f"{name} must be in [{low}, {high}], got {value!r}")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(mask):
+        check_flag(name + jax.tree_util.keystr(path), leaf)
+
+
+def check_number(name: str, value: Any, *, schedule: bool = False, below: float = math.inf) -> None:
+    """Checks a finite number, at least 0; of a traced value only what is known of it.
+
+    Args:
+      name: the option's name, for the message.
+      value: what was given.
+      schedule: a function of the update count is fine too.
+      below: the number must be less.
+
+    Raises:
+      TypeError: for anything but a real scalar (or a schedule).
+      ValueError: for a number out of range.
+    """
+    if callable(value) and schedule:
+        return
+    if callable(value):
+        raise TypeError(
+            f"{name} must be a number, got the function {value!r}; wrap the optimizer in "
+            "optax.inject_hyperparams to schedule it"
+        )
+    if not _is_real_scalar(value):
+        kinds = "a number or a schedule" if schedule else "a number"
+        raise TypeError(f"{name} must be {kinds}, got {value!r}")
+    if not isinstance(value, Tracer) and not 0 <= float(value) < below:
+        allowed = "finite and not negative" if below == math.inf else f"in [0, {below})"
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+
+
+def _is_real_scalar(value: Any) -> bool:
+    if not isinstance(value, int | float | np.generic | np.ndarray | jax.Array):
+        return False
+    dtype = jnp.result_type(value)
+    is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    return is_real and jnp.ndim(value) == 0
 
 
 def check_decay(name: str, value: Any, *, below: float = 1.0) -> None:
-    """Checks a decay rate or an epsilon, in [0, below).
+    """Checks a decay rate in [0, 1), or an epsilon with its own bound.
 
-    A half-precision array is refused: bfloat16 rounds 0.999 to 1 and 1e-8 loses its digits, as
+    A half-precision array is refused: bfloat16 rounds 0.999 to 1, and 1e-8 is 0 in float16, as
     happens under `optax.inject_hyperparams` with half-precision parameters.
 
     Raises:
       TypeError: for a value that isn't a real number, or is a half-precision array.
       ValueError: for a value out of range.
     """
-    if callable(value):
-        raise TypeError(
-            f"{name} must be a number, got the function {value!r}; wrap the optimizer in "
-            "optax.inject_hyperparams to schedule it"
-        )
-    check_number(name, value, high=below)
-    if _is_known(value) and float(value) >= below:
-        raise ValueError(f"{name} must be in [0, {below}), got {value!r}")
     dtype = getattr(value, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
         raise TypeError(
             f"{name} came as a {dtype} array, which rounds it too coarsely; give "
             "hyperparam_dtype=jnp.float32 to optax.inject_hyperparams"
         )
+    check_number(name, value, below=below)
 
 
 def check_float_dtype(name: str, dtype: Any) -> None:
     """Raises TypeError unless `dtype` is None or a floating-point dtype."""
-    if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.inexact):
+    if dtype is None:
+        return
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError:
+        known = jnp.dtype(bool)
+    if not jnp.issubdtype(known, jnp.inexact):
         raise TypeError(f"{name} must be a floating-point dtype or None, got {dtype!r}")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from muon_optax.partition import (
+    NOT_FLOAT,
     Assignment,
     Partition,
     Views,
@@ -40,7 +41,11 @@ def dispatch(
     Returns:
       A transformation with optax's `PartitionState`. Leaves that aren't floating point are left as
       they are.
+
+    Raises:
+      TypeError: for a partition of the wrong type.
     """
+    _check_partition(partition)
 
     def partitioned(assignment: Assignment) -> optax.GradientTransformationExtraArgs:
         transforms: dict[Hashable, optax.GradientTransformation] = {
@@ -77,17 +82,33 @@ def _has_frozen(assignment: Assignment, partition: Partition) -> bool:
     return any(rule.label == "frozen" for rule in as_rules(partition) or ())
 
 
+def _check_partition(partition: Partition) -> None:
+    if callable(partition) or as_rules(partition) is not None:
+        return
+    for path, label in leaves_with_segments(partition):
+        if not isinstance(label, str):
+            raise TypeError(
+                "partition must be a sequence of Rule, a tree of labels, a function that returns "
+                f"one, or None; got {label!r} at {path_name(path)}"
+            )
+
+
 def _only_floats(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x if is_float_leaf(x) else optax.MaskedNode(), tree)
+    return jax.tree.map(lambda x: _as_array(x) if is_float_leaf(x) else optax.MaskedNode(), tree)
+
+
+def _as_array(leaf: Any) -> Any:
+    return leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)  # a Python number
 
 
 def _with_others(floats: Any, updates: Any, params: Any) -> Any:
     """Puts back what isn't floating point: an update that leaves the parameter as it is."""
 
     def leaf(new, old, param):
-        if not is_masked(new):
+        if not is_masked(new) or is_masked(old):
             return new
-        if jnp.issubdtype(param.dtype, jnp.integer) or param.dtype == jnp.bool_:
+        dtype = _as_array(param).dtype
+        if jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_:
             return jnp.zeros_like(param)
         return old  # float0 and keys
 
@@ -97,10 +118,18 @@ def _with_others(floats: Any, updates: Any, params: Any) -> Any:
 
 def _check_labels(assignment: Assignment, state: Any) -> None:
     """Raises where a leaf goes on with another optimizer than its state was made for."""
-    had = {path for path, _ in leaves_with_segments(state.inner_states["muon"].inner_state[0].mu)}
-    has = assignment.segments("muon")
-    changed = [f"{path_name(p)}: was 'muon' in the state, is another now" for p in had - has]
-    changed += [f"{path_name(p)}: is 'muon' now, was another in the state" for p in has - had]
+    had = {
+        path: label
+        for label in ("muon", "adam")
+        for path, _ in leaves_with_segments(state.inner_states[label].inner_state[0].mu)
+    }
+    has = {d.segments: d.label for d in assignment.decisions if d.reason != NOT_FLOAT}
+    stateless = "frozen" if "frozen" in state.inner_states else "absent"
+    changed = [
+        f"{path_name(p)}: {had.get(p, stateless)} in the state, {has.get(p, 'absent')} now"
+        for p in {**had, **has}
+        if had.get(p, stateless) != has.get(p, "absent")
+    ]
     raise_together(
         sorted(changed),
         "these leaves changed their optimizer; keep the rules the state was made with, or make a "

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from muon_optax.checks import check_choice, check_decay, check_flag, check_float_dtype
 
-__all__ = ["Momentum", "MomentumForm", "zeros_like_parameter"]
+__all__ = ["Momentum", "MomentumForm", "moment_dtype", "zeros_like_parameter"]
 
 MomentumForm = Literal["ema", "sum"]
 Weights = tuple[jax.Array, jax.Array | None]
@@ -41,10 +41,8 @@ class Momentum:
 
     def init(self, param: Any) -> jax.Array:
         """A zero buffer in the parameter's layout."""
-        dtype = param.dtype if self.dtype is None else jnp.dtype(self.dtype)
-        if jnp.issubdtype(param.dtype, jnp.complexfloating):
-            dtype = jnp.promote_types(dtype, jnp.complex64)
-        return zeros_like_parameter(param, jax.dtypes.canonicalize_dtype(dtype))
+        dtype = param.dtype if self.dtype is None else self.dtype
+        return zeros_like_parameter(param, moment_dtype(dtype, param.dtype))
 
     def accumulate(self, grad: jax.Array, buffer: jax.Array) -> jax.Array:
         """The next buffer, in at least float32; the caller rounds it to the state's dtype."""
@@ -78,6 +76,15 @@ def mix(weights: Weights, grad: jax.Array, buffer: jax.Array) -> jax.Array:
     if of_grad is None:
         return mixed
     return mixed + _real(of_grad, buffer.dtype) * grad.astype(buffer.dtype)
+
+
+def moment_dtype(wanted: Any, own: Any) -> jnp.dtype:
+    """The dtype to keep a moment in: the wanted one, complex where the parameter's own is."""
+    if jnp.issubdtype(own, jnp.complexfloating):
+        dtype = jnp.promote_types(wanted, jnp.complex64)
+    else:
+        dtype = jnp.finfo(wanted).dtype
+    return jax.dtypes.canonicalize_dtype(dtype)
 
 
 def wide_dtype(*dtypes: Any) -> jnp.dtype:

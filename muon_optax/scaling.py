@@ -52,6 +52,7 @@ def resolve_scaling(
     """Merges the three scale options.
 
     Raises:
+      TypeError: for a factor that isn't a number.
       ValueError: for an unknown mode, or both `scale` and `consistent_rms`.
 
     Example:

@@ -1,15 +1,17 @@
 """Small wrappers around optax transformations that keep dtypes and layouts."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
-from muon_optax.momentum import wide_dtype, zeros_like_parameter
+from muon_optax.momentum import moment_dtype, wide_dtype, zeros_like_parameter
 from muon_optax.tree_paths import cast_like
 
-__all__ = ["after", "decayed_weights", "in_float32", "in_parameter_layout"]
+__all__ = ["chain_in_order", "decayed_weights", "in_float32", "in_parameter_layout"]
 
 
 def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -36,7 +38,8 @@ def in_parameter_layout(
     """Makes the per-parameter state of `inner`, zero at first, lie where the parameters lie.
 
     optax's `zeros_like` loses the layout under `jit`: it raises on Explicit meshes without a
-    context and puts all on device 0 on Auto ones.
+    context and puts all on device 0 on Auto ones. State of complex parameters is complex, and that
+    of real ones real, whatever dtype `inner` is told to keep it in.
     """
     inner = optax.with_extra_args_support(inner)
 
@@ -45,7 +48,7 @@ def in_parameter_layout(
         state = jax.eval_shape(inner.init, shapes)
         return optax.tree_map_params(
             inner,
-            lambda s, p: zeros_like_parameter(p, s.dtype),
+            lambda s, p: zeros_like_parameter(p, moment_dtype(s.dtype, p.dtype)),
             state,
             params,
             transform_non_params=lambda s: jnp.zeros(s.shape, s.dtype),
@@ -54,22 +57,36 @@ def in_parameter_layout(
     return optax.GradientTransformationExtraArgs(init, inner.update)
 
 
-def after(
-    first: optax.GradientTransformation, inner: optax.GradientTransformation
-) -> optax.GradientTransformation:
-    """Feeds `inner` the updates of a stateless `first`; the state is that of `inner` alone."""
+def chain_in_order(
+    transforms: Sequence[optax.GradientTransformation], order: Sequence[int]
+) -> optax.GradientTransformationExtraArgs:
+    """`optax.chain`, but updates pass in the given order; the states lie in that of `transforms`.
 
-    def update(updates, state, params=None):
-        updates, _ = first.update(updates, first.init(updates), params)
-        return inner.update(updates, state, params)
+    Example:
+      >>> double, add_one = optax.scale(2.0), optax.stateless(lambda u, p: u + 1.0)
+      >>> tx = chain_in_order([double, add_one], (1, 0))
+      >>> tx.update(3.0, tx.init(0.0))[0]
+      8.0
+    """
+    parts = [optax.with_extra_args_support(t) for t in transforms]
 
-    return optax.GradientTransformation(inner.init, update)
+    def init(params):
+        return tuple(part.init(params) for part in parts)
+
+    def update(updates, state, params=None, **extra_args):
+        states = list(state)
+        for i in order:
+            updates, states[i] = parts[i].update(updates, state[i], params, **extra_args)
+        return updates, tuple(states)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def decayed_weights(
     weight_decay: optax.ScalarOrSchedule, mask: Any
 ) -> optax.GradientTransformation:
-    """Optax's weight decay; nothing at all, and no need of parameters, for the number 0."""
-    if isinstance(weight_decay, int | float) and weight_decay == 0:
-        return optax.identity()
-    return optax.add_decayed_weights(weight_decay, mask)
+    """Optax's weight decay; nothing at all, and no need of parameters, for a number known as 0."""
+    if callable(weight_decay) or isinstance(weight_decay, Tracer) or float(weight_decay) != 0:
+        return optax.add_decayed_weights(weight_decay, mask)
+    nothing = optax.identity()
+    return nothing if mask is None else optax.masked(nothing, mask)
