@@ -121,6 +121,13 @@ class BoundView:
         return tuple(self._block_shape(self.batch, size) for size in self.block_sizes)
 
     @property
+    def matrix_key(self) -> tuple:
+        """What two leaves must share for their matrices to be stacked: all but the batch axes."""
+        sizes = tuple(self.shape[a] for a in self.stack_axes)
+        reduction = len(self.reduction_axes)
+        return sizes, self._matrix_order, reduction, self.block_sizes, self.groups, self.cut
+
+    @property
     def _is_even(self) -> bool:
         return len(set(self.block_sizes)) == 1
 

@@ -5,7 +5,7 @@ state, so that the momentum mix is formed and rounded where the exchange between
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ import optax
 
 from muon_optax.checks import check_decay, check_flag, check_float_dtype
 from muon_optax.matrix_view import BoundView, MuonDimensionNumbers
-from muon_optax.momentum import Momentum, MomentumForm, mix
+from muon_optax.momentum import Momentum, MomentumForm, Weights, mix
 from muon_optax.partition import Views, assign, is_float_leaf
 from muon_optax.polar import (
     Method,
@@ -26,7 +26,9 @@ from muon_optax.polar import (
     resolve_schedule,
 )
 from muon_optax.scaling import Scale, resolve_scaling
-from muon_optax.sharding.execute import Orthogonalizer, orthogonalize_leaves
+from muon_optax.sharding.cost import DeviceModel
+from muon_optax.sharding.distribute import Distribution, StrategyRules
+from muon_optax.sharding.local import Orthogonalizer, Solver
 from muon_optax.tree_paths import (
     cast_like,
     graft,
@@ -92,9 +94,9 @@ def scale_by_momentum(
 
     def update(updates, state, params=None):
         del params
-        count, mixing, new = _accumulate(buffer, updates, state)
-        mixed = jax.tree.map(lambda g, m: mixing(g, m).astype(g.dtype), updates, new)
-        return mixed, MuonState(count, cast_like(new, state.mu))
+        count, weights, new = _accumulate(buffer, updates, state)
+        mixed = jax.tree.map(lambda g, m: mix(weights, g, m), updates, new)
+        return cast_like(mixed, updates), MuonState(count, cast_like(new, state.mu))
 
     return optax.GradientTransformation(functools.partial(_init, buffer), update)
 
@@ -110,6 +112,10 @@ def orthogonalize(
     ns_precision: PrecisionName | None = None,
     orthogonalizer: Orthogonalizer | None = None,
     weight_dimension_numbers: Views = None,
+    param_shardings: Any = None,
+    strategy: StrategyRules = "auto",
+    max_workspace_bytes: int | None = None,
+    device: str | DeviceModel = "auto",
 ) -> optax.GradientTransformation:
     """Replaces each matrix of the updates by (nearly) its polar factor.
 
@@ -125,6 +131,13 @@ def orthogonalize(
       orthogonalizer: a function on (batch, m, n), used instead of Newton-Schulz.
       weight_dimension_numbers: a view, a tree of views, or a function that returns one; None takes
         every leaf for a [fan-in, fan-out] matrix.
+      param_shardings: how the parameters lie: a tree (or a prefix of one) of NamedSharding,
+        PartitionSpec or arrays. Explicit meshes don't need it.
+      strategy: how sharded matrices are brought together: 'auto', 'gather', 'all_to_all', 'gram'
+        or 'local', or (pattern, strategy) pairs with patterns as in `Rule`.
+      max_workspace_bytes: bound of one exchange's workspace on a device; None is the larger of
+        256 MiB and six times the largest matrix.
+      device: an accelerator's name or a `DeviceModel`, for the choice of strategies.
 
     Returns:
       A stateless transformation. Updates keep their dtype.
@@ -138,27 +151,25 @@ def orthogonalize(
       >>> updates.round(3).tolist()
       [[1.0, 0.0], [0.0, 1.0]]
     """
-    run = _runner(
-        ns_coeffs,
-        ns_steps,
-        adaptive,
-        preconditioning,
-        ns_method,
-        ns_dtype,
-        ns_precision,
-        orthogonalizer,
+    check_float_dtype("ns_dtype", ns_dtype)
+    solver = _solver(
+        ns_coeffs, ns_steps, adaptive, preconditioning, ns_method, ns_precision, orthogonalizer
     )
+    spread = Distribution(param_shardings, strategy, max_workspace_bytes, device)
 
     def init(params):
-        _bound_views(params, weight_dimension_numbers)
+        _bound_views(spread.whole_shapes(params), weight_dimension_numbers)
         return optax.EmptyState()
 
     def update(updates, state, params=None):
         del params
-        views = _bound_views(updates, weight_dimension_numbers)
-        leaves, treedef = jax.tree.flatten(updates)
-        results = run(leaves, views, [x.dtype for x in leaves])
-        return treedef.unflatten(results), state
+        views = _bound_views(spread.whole_shapes(updates), weight_dimension_numbers)
+        arrays = jax.tree.leaves(updates)
+        dtypes = [_compute_dtype(ns_dtype, x.dtype) for x in arrays]
+        leaves = spread.leaves(updates, views, dtypes)
+        results = spread.run(leaves, solver, lambda _, x: x, (), [(x,) for x in arrays])
+        results = jax.tree.structure(updates).unflatten(results)
+        return cast_like(results, updates), state
 
     return optax.GradientTransformation(init, update)
 
@@ -225,6 +236,10 @@ def scale_by_muon(
     ns_dtype: Any = None,
     ns_precision: PrecisionName | None = None,
     orthogonalizer: Orthogonalizer | None = None,
+    param_shardings: Any = None,
+    strategy: StrategyRules = "auto",
+    max_workspace_bytes: int | None = None,
+    device: str | DeviceModel = "auto",
 ) -> optax.GradientTransformation:
     """Muon's direction: momentum, orthogonalised. Drop-in for `optax.contrib.scale_by_muon`.
 
@@ -244,6 +259,10 @@ def scale_by_muon(
       ns_dtype: dtype to orthogonalise in; None is the momentum's.
       ns_precision: as in `orthogonalize`.
       orthogonalizer: as in `orthogonalize`; it gets the momentum mix.
+      param_shardings: as in `orthogonalize`.
+      strategy: as in `orthogonalize`.
+      max_workspace_bytes: as in `orthogonalize`.
+      device: as in `orthogonalize`.
 
     Returns:
       A transformation with a `MuonState`. Updates keep the gradient's dtype.
@@ -260,31 +279,26 @@ def scale_by_muon(
     """
     check_decay("eps", eps)
     buffer = Momentum(beta, mu_dtype, nesterov, bias_correction, momentum)
-    run = _runner(
-        ns_coeffs,
-        ns_steps,
-        adaptive,
-        preconditioning,
-        ns_method,
-        ns_dtype,
-        ns_precision,
-        orthogonalizer,
+    check_float_dtype("ns_dtype", ns_dtype)
+    solver = _solver(
+        ns_coeffs, ns_steps, adaptive, preconditioning, ns_method, ns_precision, orthogonalizer
     )
+    spread = Distribution(param_shardings, strategy, max_workspace_bytes, device)
 
     def init(params):
-        _bound_views(params, weight_dimension_numbers)
+        _bound_views(spread.whole_shapes(params), weight_dimension_numbers)
         return _init(buffer, params)
 
     def update(updates, state, params=None):
         del params
-        views = _bound_views(updates, weight_dimension_numbers)
-        count, mixing, new = _accumulate(buffer, updates, state)
-        grads, treedef = jax.tree.flatten(updates)
-        kept = jax.tree.leaves(state.mu)
-        mixes = [mixing(g, m) for g, m in zip(grads, jax.tree.leaves(new), strict=True)]
-        results = run(mixes, views, [m.dtype for m in kept])
-        results = [x.astype(g.dtype) for x, g in zip(results, grads, strict=True)]
-        return treedef.unflatten(results), MuonState(count, cast_like(new, state.mu))
+        views = _bound_views(spread.whole_shapes(updates), weight_dimension_numbers)
+        count, weights, new = _accumulate(buffer, updates, state)
+        dtypes = [_compute_dtype(ns_dtype, m.dtype) for m in jax.tree.leaves(state.mu)]
+        leaves = spread.leaves(updates, views, dtypes)
+        pairs = list(zip(jax.tree.leaves(updates), jax.tree.leaves(new), strict=True))
+        results = spread.run(leaves, solver, mix, weights, pairs)
+        results = jax.tree.structure(updates).unflatten(results)
+        return cast_like(results, updates), MuonState(count, cast_like(new, state.mu))
 
     return optax.GradientTransformation(init, update)
 
@@ -301,12 +315,15 @@ def _init(buffer: Momentum, params: optax.Params) -> MuonState:
 
 def _accumulate(
     buffer: Momentum, updates: optax.Updates, state: MuonState
-) -> tuple[jax.Array, Callable[[jax.Array, jax.Array], jax.Array], optax.Updates]:
-    """The next count, the mix of gradient and buffer, and the new buffers, not yet rounded."""
+) -> tuple[jax.Array, Weights, optax.Updates]:
+    """The next count, the weights of the mix, and the new buffers, not yet rounded."""
     _check_state(updates, state.mu)
     count = jnp.asarray(optax.safe_increment(state.count))
-    mixing = functools.partial(mix, buffer.weights(count))
-    return count, mixing, jax.tree.map(buffer.accumulate, updates, graft(state.mu, updates))
+    return (
+        count,
+        buffer.weights(count),
+        jax.tree.map(buffer.accumulate, updates, graft(state.mu, updates)),
+    )
 
 
 def _check_state(updates: optax.Updates, mu: optax.Updates) -> None:
@@ -331,38 +348,30 @@ def _bound_views(tree: Any, declared: Views) -> list[BoundView]:
     return [d.view for d in decisions if d.view is not None]
 
 
-Runner = Callable[[Sequence[jax.Array], Sequence[BoundView], Sequence[Any]], list[jax.Array]]
-
-
-def _runner(
+def _solver(
     ns_coeffs: Coefficients,
     ns_steps: int | None,
     adaptive: bool,
     preconditioning: Preconditioning | None,
     ns_method: Method,
-    ns_dtype: Any,
     ns_precision: PrecisionName | None,
     orthogonalizer: Orthogonalizer | None,
-) -> Runner:
-    """Checks the options; the result computes in `ns_dtype`, or in each leaf's given dtype."""
+) -> Solver:
+    """Checks the options, also those that an `orthogonalizer` leaves unused."""
     check_flag("adaptive", adaptive)
-    check_float_dtype("ns_dtype", ns_dtype)
     schedule = resolve_schedule(ns_coeffs, ns_steps, preconditioning)
     iteration = NewtonSchulz(schedule, ns_method, None, ns_precision)
-    function = iteration if orthogonalizer is None else orthogonalizer
-    if adaptive:
-        function = functools.partial(_scale_by_dual_norm, function)
-
-    def run(mixes, views, dtypes):
-        cast = [x.astype(ns_dtype or dtype) for x, dtype in zip(mixes, dtypes, strict=True)]
-        results = orthogonalize_leaves(cast, views, function)
-        return [r.astype(d) for r, d in zip(results, dtypes, strict=True)]
-
-    return run
+    if orthogonalizer is None:
+        return Solver(iteration, adaptive)
+    if not callable(orthogonalizer):
+        raise TypeError(f"orthogonalizer must be a function, got {orthogonalizer!r}")
+    return Solver(orthogonalizer, adaptive)
 
 
-def _scale_by_dual_norm(function: Orthogonalizer, x: jax.Array) -> jax.Array:
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    y = function(x)
-    inner = jnp.sum(x.astype(wide).conj() * y.astype(wide), axis=(-2, -1), keepdims=True)
-    return (inner * y.astype(wide)).astype(y.dtype)
+def _compute_dtype(ns_dtype: Any, own: Any) -> Any:
+    """`ns_dtype`, but complex for complex leaves."""
+    if ns_dtype is None:
+        return own
+    if jnp.issubdtype(own, jnp.complexfloating):
+        return jnp.promote_types(ns_dtype, jnp.complex64)
+    return jnp.dtype(ns_dtype)

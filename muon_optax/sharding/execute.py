@@ -1,77 +1,227 @@
-"""Runs an orthogonaliser over the matrices of many leaves."""
+"""Carries a plan out: one shard_map a bucket, one exchange in and one out a chunk.
 
-import math
+The momentum mix is formed and rounded on the shards, inside the shard_map: outside, the partitioner
+would move the exchange before it and send more. Slices travel in the leaf's own layout; only whole
+matrices are transposed, merged or cut into blocks.
+"""
+
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from muon_optax.matrix_view import BoundView
+from muon_optax.polar import Exchange
+from muon_optax.sharding.local import Solver
+from muon_optax.sharding.planner import Bucket, Leaf, Share
 
-__all__ = ["Orthogonalizer", "orthogonalize_leaves"]
+__all__ = ["Prepare", "run_bucket"]
 
-Orthogonalizer = Callable[[jax.Array], jax.Array]
-
-# Small matrices are multiplied in batches of about this many elements, large ones one by one:
-# measured on CPU, a batch of 32 matrices of 64 x 256 takes 0.63 of the time of as many single ones,
-# and a batch dim in front of a large matrix costs 1.3 to 1.5.
-_BATCH_ELEMENTS = 2**18
+Prepare = Callable[..., jax.Array]
 
 
-def orthogonalize_leaves(
-    mixes: Sequence[jax.Array], views: Sequence[BoundView], orthogonalizer: Orthogonalizer
+def run_bucket(
+    bucket: Bucket,
+    leaves: Sequence[Leaf],
+    prepare: Prepare,
+    scalars: Any,
+    operands: Sequence[tuple[jax.Array, ...]],
+    solver: Solver,
 ) -> list[jax.Array]:
-    """Orthogonalises every matrix of every leaf.
-
-    Leaves whose matrices have one shape are stacked and looped over, so that the compiled program
-    grows with the number of shapes, not of leaves.
+    """Orthogonalises the leaves of one bucket.
 
     Args:
-      mixes: the leaves, in the dtype to compute in.
-      views: how each makes matrices.
-      orthogonalizer: a function on (batch, m, n).
+      bucket: from the planner.
+      leaves: the bucket's leaves.
+      prepare: elementwise, (scalars, *operands of a leaf) -> what is orthogonalised.
+      scalars: a tree of scalars for it.
+      operands: for each leaf the same number of arrays, all in the leaf's layout.
+      solver: what is done with each matrix.
 
     Returns:
-      The orthogonalised leaves, of the same shapes and dtypes.
+      The results, in each leaf's layout and dtype.
     """
-    buckets: dict[Any, list[int]] = {}
-    for i, (x, view) in enumerate(zip(mixes, views, strict=True)):
-        buckets.setdefault((_matrix_key(view), x.dtype), []).append(i)
-    results: dict[int, jax.Array] = {}
-    for members in buckets.values():
-        view = views[members[0]]
-        stacks = [views[i].stack(mixes[i]) for i in members]
-        parts = view.split_stack(jnp.concatenate(stacks) if len(stacks) > 1 else stacks[0])
-        whole = view.merge_stack([_map_matrices(orthogonalizer, part) for part in parts])
-        start = 0
-        for i in members:
-            end = start + views[i].batch
-            results[i] = views[i].unstack(whole[start:end], views[i].shape)
-            start = end
-    return [results[i] for i in range(len(mixes))]
+
+    def body(scalars, operands):
+        mixes = [prepare(scalars, *arrays) for arrays in operands]
+        stacks = [
+            leaf.view.stack(mix.astype(leaf.dtype)) for leaf, mix in zip(leaves, mixes, strict=True)
+        ]
+        done = [
+            _run_chunk(_take(stacks, start, count), share, bucket.leaf, solver)
+            for share in bucket.shares
+            for start, count in share.chunks
+        ]
+        starts = [sum(x.shape[0] for x in stacks[:i]) for i in range(len(stacks))]
+        return [
+            leaf.view.unstack(_take(done, start, stack.shape[0]), mix.shape)
+            for leaf, start, stack, mix in zip(leaves, starts, stacks, mixes, strict=True)
+        ]
+
+    layout = bucket.leaf.layout
+    axes = _axes_to_map(bucket)
+    if not axes or layout.mesh is None:
+        return body(scalars, operands)
+    specs = [leaf.layout.partition_spec for leaf in leaves]
+    return jax.shard_map(
+        body,
+        mesh=layout.mesh,
+        in_specs=(PartitionSpec(), [(spec,) * len(operands[0]) for spec in specs]),
+        out_specs=specs,
+        axis_names=axes,
+    )(scalars, operands)
 
 
-def _matrix_key(view: BoundView) -> Any:
-    """What two leaves must share for their matrices to be stacked: all but the batch axes."""
-    rank = {a: i for i, a in enumerate(view.stack_axes)}
-    sizes = tuple(view.shape[a] for a in view.stack_axes)
-    order = tuple(rank[a] for a in (*view.reduction_axes, *view.output_axes))
-    return sizes, order, len(view.reduction_axes), view.block_sizes, view.groups, view.cut
+def _axes_to_map(bucket: Bucket) -> set[str]:
+    """Mesh axes to make Manual: all that are known and not Manual yet, if any is needed."""
+    leaf, layout = bucket.leaf, bucket.leaf.layout
+    shared = {a for share in bucket.shares for a in share.axes}
+    if not ({*leaf.batch_axes, *leaf.shard_axes} | shared) - set(layout.manual):
+        return set()
+    return set(layout.known) - set(layout.manual)
 
 
-def _map_matrices(orthogonalizer: Orthogonalizer, x: jax.Array) -> jax.Array:
-    """Applies a function of (batch, m, n) in batches whose size suits the matrices."""
-    count, m, n = x.shape
-    if x.size == 0:
-        return x
-    batch = largest_divisor(count, max(1, _BATCH_ELEMENTS // (m * n)))
-    if batch == count:
-        return orthogonalizer(x)
-    x = x.reshape(count // batch, batch, m, n)
-    return jax.lax.map(orthogonalizer, x).reshape(count, m, n)
+def _take(stacks: Sequence[jax.Array], start: int, count: int) -> jax.Array:
+    """Matrices `start` to `start + count` of the concatenated stacks."""
+    pieces = []
+    for stack in stacks:
+        low, high = max(start, 0), min(start + count, stack.shape[0])
+        if low < high:
+            pieces.append(stack if high - low == stack.shape[0] else stack[low:high])
+        start -= stack.shape[0]
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
 
 
-def largest_divisor(count: int, limit: int) -> int:
-    """The largest divisor of `count` that is at most `limit`."""
-    return next(d for d in range(min(count, limit), 0, -1) if math.gcd(count, d) == d)
+def _run_chunk(x: jax.Array, share: Share, leaf: Leaf, solver: Solver) -> jax.Array:
+    """Runs matrices (count, *block) through their share's strategy."""
+    if share.strategy == "local":
+        return solver.whole(x, leaf.view)
+    group = _Group(leaf, share)
+    if share.strategy == "all_to_all":
+        return _by_owners(x, group, solver)
+    return _by_replicas(x, group, solver)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """The devices that work together on a chunk."""
+
+    leaf: Leaf
+    share: Share
+
+    @property
+    def shards(self) -> int:
+        return self.leaf.layout.count(self.leaf.shard_axes)
+
+    @property
+    def replicas(self) -> int:
+        return self.leaf.layout.count(self.share.axes)
+
+    def own(self, x: jax.Array) -> jax.Array:
+        """This replica's part of matrices whose number the replicas divide."""
+        if self.replicas == 1:
+            return x
+        count = x.shape[0] // self.replicas
+        index = jax.lax.axis_index(self.share.axes)
+        return jax.lax.dynamic_slice_in_dim(x, index * count, count)
+
+    def all(self, x: jax.Array) -> jax.Array:
+        """Undoes `own`: the parts of all replicas."""
+        if self.replicas == 1:
+            return x
+        return jax.lax.all_gather(x, self.share.axes, tiled=True, to="invarying")
+
+    def swap(self, x: jax.Array) -> jax.Array:
+        """(shards, ...) by destination -> (shards, ...) by source."""
+        return jax.lax.all_to_all(x, self.leaf.shard_axes, 0, 0) if self.shards > 1 else x
+
+    def assemble(self, parts: jax.Array) -> jax.Array:
+        """(shards, count, *block) -> whole matrices (count, *sizes)."""
+        names, spec = self.leaf.shard_axes, self._spec
+        count, block = parts.shape[1], parts.shape[2:]
+        order = [len(names)]
+        for i, axes in enumerate(spec):
+            order += [*(names.index(a) for a in axes), len(names) + 1 + i]
+        sizes = [n * self._count(axes) for n, axes in zip(block, spec, strict=True)]
+        grid = parts.reshape(*(self._count((a,)) for a in names), count, *block)
+        return grid.transpose(order).reshape(count, *sizes)
+
+    def disassemble(self, whole: jax.Array) -> jax.Array:
+        """Undoes `assemble`."""
+        names, spec = self.leaf.shard_axes, self._spec
+        grid, labels = [whole.shape[0]], [""]
+        for n, axes in zip(whole.shape[1:], spec, strict=True):
+            grid += [*(self._count((a,)) for a in axes), n // self._count(axes)]
+            labels += [*axes, ""]
+        rest = [i for i, label in enumerate(labels) if not label]
+        order = [*(labels.index(a) for a in names), *rest]
+        block = [grid[i] for i in rest]
+        return whole.reshape(grid).transpose(order).reshape(self.shards, *block)
+
+    @property
+    def _spec(self) -> list[tuple[str, ...]]:
+        return [self.leaf.layout.spec[a] for a in self.leaf.view.stack_axes]
+
+    def _count(self, axes: tuple[str, ...]) -> int:
+        return self.leaf.layout.count(axes)
+
+
+def _by_owners(x: jax.Array, group: _Group, solver: Solver) -> jax.Array:
+    """all_to_all: each device gathers its own matrices whole and sends the slices back."""
+    count, owners, offset = x.shape[0], group.shards * group.replicas, group.share.offset
+    is_rest = count < owners
+    if is_rest:
+        x = jnp.roll(_pad(x, owners), offset, axis=0)
+    x = group.own(x)
+    parts = x.reshape(group.shards, -1, *x.shape[1:])
+    whole = group.assemble(group.swap(parts))
+    if is_rest:
+        index = jax.lax.axis_index((*group.share.axes, *group.leaf.shard_axes))
+        has_one = (index - offset) % owners < count
+        solve = lambda y: solver.whole(y, group.leaf.view)  # noqa: E731
+        whole = jax.lax.cond(has_one, solve, lambda y: y, whole)
+    else:
+        whole = solver.whole(whole, group.leaf.view)
+    parts = group.swap(group.disassemble(whole))
+    x = group.all(parts.reshape(-1, *parts.shape[2:]))
+    return jnp.roll(x, -offset, axis=0)[:count] if is_rest else x
+
+
+def _by_replicas(x: jax.Array, group: _Group, solver: Solver) -> jax.Array:
+    """Gather and gram: all shards of a replica work on each of its matrices."""
+    count = x.shape[0]
+    step = group.replicas * (group.shards if group.share.strategy == "gram" else 1)
+    x = group.own(_pad(x, -(-count // step) * step))
+    solve = _solve_slices if group.share.strategy == "gram" else _solve_gathered
+    return group.all(solve(x, group, solver))[:count]
+
+
+def _solve_gathered(x: jax.Array, group: _Group, solver: Solver) -> jax.Array:
+    axes = group.leaf.shard_axes
+    if group.shards == 1:
+        return solver.whole(x, group.leaf.view)
+    parts = jax.lax.all_gather(x, axes)
+    whole = solver.whole(group.assemble(parts), group.leaf.view)
+    index = jax.lax.axis_index(axes)
+    return jax.lax.dynamic_index_in_dim(group.disassemble(whole), index, keepdims=False)
+
+
+def _solve_slices(x: jax.Array, group: _Group, solver: Solver) -> jax.Array:
+    axes, view = group.leaf.shard_axes, group.leaf.view
+    block = dataclasses.replace(view, shape=group.leaf.layout.block)
+    block = dataclasses.replace(block, block_sizes=(block.fan_out,))
+    exchange = Exchange(
+        maximum=lambda v: jax.lax.pmax(v, axes),
+        reduce=lambda r: jax.lax.psum_scatter(r, axes, tiled=True),
+        spread=lambda q: jax.lax.all_gather(q, axes, tiled=True),
+    )
+    (matrices,) = block.split_stack(x)
+    axis = -1 if view.fan_in <= view.fan_out else -2
+    return block.merge_stack([solver.slices(matrices, axis, exchange, axes)])
+
+
+def _pad(x: jax.Array, count: int) -> jax.Array:
+    """Zero matrices up to `count`: finite, and never looked at again."""
+    return jnp.pad(x, [(0, count - x.shape[0]), *[(0, 0)] * (x.ndim - 1)])

@@ -1,0 +1,231 @@
+"""Bytes, FLOPs and seconds of a strategy on a model of a device.
+
+Bytes are those a device receives; FLOPs are those of the device that does most. With L matrices of
+m x n (m <= n), N devices that shard a matrix and R that replicate it, f = (N - 1) / N:
+
+    strategy     bytes                                          FLOPs
+    local        0                                              L F
+    gather       L/R mn b f          + L mn/N b (R - 1)/R       L/R F
+    all_to_all   L/(N R) 2 mn b f    + L mn/N b (R - 1)/R       L/(N R) F
+    gram         (1 + r) L/R m^2 8 f + L mn/N b (R - 1)/R       L/R (products) / N + L/(N R) (steps)
+
+Quotients are rounded up: padding is paid for.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+
+from muon_optax.polar import NewtonSchulz
+
+__all__ = ["DEVICES", "Cost", "DeviceModel", "Strategy", "Work", "device_model", "estimate"]
+
+Strategy = Literal["local", "gather", "all_to_all", "gram"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceModel:
+    """Figures of one accelerator.
+
+    Attributes:
+      name: as shown in tables.
+      half_flops: FLOP/s of products in half precision.
+      single_flops: FLOP/s of products in float32 at default precision.
+      bandwidth: bytes/s that a device can receive from its neighbours.
+      node_size: devices that are neighbours.
+      slow_bandwidth: bytes/s that a device can receive from beyond them.
+      latency: seconds for one collective.
+      axis_bandwidth: bytes/s for single mesh axes, as pairs, instead of the above.
+    """
+
+    name: str
+    half_flops: float
+    single_flops: float
+    bandwidth: float
+    node_size: int = 2**20
+    slow_bandwidth: float = 25e9
+    latency: float = 1e-5
+    axis_bandwidth: tuple[tuple[str, float], ...] = ()
+
+    def rate(self, itemsize: int) -> float:
+        """FLOP/s for elements of this size."""
+        return self.half_flops if itemsize < 4 else self.single_flops
+
+    def bandwidth_over(self, axes: tuple[str, ...], sizes: dict[str, int]) -> float:
+        """Bytes/s for an exchange over mesh axes: that of the slowest one.
+
+        A mesh's last axes are taken to lie within a node, as `jax.make_mesh` lays them.
+        """
+        given, reach, found = dict(self.axis_bandwidth), 1, [self.bandwidth]
+        for axis, size in reversed(sizes.items()):
+            reach *= size
+            if axis in axes and size > 1:
+                own = self.bandwidth if reach <= self.node_size else self.slow_bandwidth
+                found.append(given.get(axis, own))
+        return min(found)
+
+
+# Dense peaks and link rates from the vendors' data sheets; a CPU device is a core's share.
+DEVICES = {
+    "h100": DeviceModel("h100", 989e12, 494e12, 450e9, 8, 50e9),
+    "a100": DeviceModel("a100", 312e12, 156e12, 300e9, 8, 25e9),
+    "tpu_v4": DeviceModel("tpu_v4", 275e12, 137e12, 300e9),
+    "tpu_v5e": DeviceModel("tpu_v5e", 197e12, 98e12, 200e9),
+    "tpu_v5p": DeviceModel("tpu_v5p", 459e12, 229e12, 600e9),
+    "tpu_v6e": DeviceModel("tpu_v6e", 918e12, 459e12, 448e9),
+    "cpu": DeviceModel("cpu", 50e9, 50e9, 5e9),
+}
+_KINDS = (
+    ("h100", "h100"),
+    ("h200", "h100"),
+    ("a100", "a100"),
+    ("v5 lite", "tpu_v5e"),
+    ("v5e", "tpu_v5e"),
+    ("v6", "tpu_v6e"),
+    ("v5", "tpu_v5p"),
+    ("v4", "tpu_v4"),
+    ("cpu", "cpu"),
+)
+
+
+def device_model(device: str | DeviceModel, kind: str | None = None) -> DeviceModel:
+    """The model meant by a name; 'auto' goes by the kind of device, an H100 if it is unknown.
+
+    Args:
+      device: a key of `DEVICES`, 'auto', or a model of one's own.
+      kind: what JAX calls the devices; None asks for those of this process.
+
+    Returns:
+      The model.
+
+    Raises:
+      ValueError: for an unknown name.
+
+    Example:
+      >>> device_model("auto", "TPU v5 lite").name
+      'tpu_v5e'
+    """
+    if isinstance(device, DeviceModel):
+        return device
+    if device == "auto":
+        kind = (kind or jax.devices()[0].device_kind).lower()
+        return DEVICES[next((name for part, name in _KINDS if part in kind), "h100")]
+    if device not in DEVICES:
+        allowed = ("auto", *DEVICES)
+        raise ValueError(f"device must be one of {allowed} or a DeviceModel, got {device!r}")
+    return DEVICES[device]
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a bucket's cost depends on.
+
+    Attributes:
+      rows, columns: m <= n of one (fused) matrix.
+      itemsize: bytes of an element in the exchange.
+      flops: FLOPs to orthogonalise one matrix.
+      shard_axes: mesh axes that shard a matrix.
+      share_axes: replicating axes to share work over.
+      sizes: size of each mesh axis, as pairs in the mesh's order.
+    """
+
+    rows: int
+    columns: int
+    itemsize: int
+    flops: int
+    shard_axes: tuple[str, ...]
+    share_axes: tuple[str, ...]
+    sizes: tuple[tuple[str, int], ...]
+
+    def count(self, axes: tuple[str, ...]) -> int:
+        """Number of devices along axes."""
+        count = 1
+        for axis, size in self.sizes:
+            count *= size if axis in axes else 1
+        return count
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Bytes of one whole matrix in the exchange."""
+        return self.rows * self.columns * self.itemsize
+
+    @property
+    def owners(self) -> int:
+        """Devices that can each own a matrix."""
+        return self.shards * self.replicas
+
+    @property
+    def shards(self) -> int:
+        """N, the devices that a matrix is sharded over."""
+        return self.count(self.shard_axes)
+
+    @property
+    def replicas(self) -> int:
+        """R, the devices that share work on replicated matrices."""
+        return self.count(self.share_axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What one device receives and the busiest one computes.
+
+    Attributes:
+      bytes: bytes received.
+      flops: FLOPs.
+      seconds: time on the device model, exchange and products one after the other.
+    """
+
+    bytes: int
+    flops: int
+    seconds: float
+
+
+def estimate(
+    strategy: Strategy, count: int, work: Work, device: DeviceModel, solver: NewtonSchulz | None
+) -> Cost:
+    """Cost of `count` matrices under a strategy.
+
+    Args:
+      strategy: the strategy.
+      count: L, the number of matrices.
+      work: what they are.
+      device: the device model.
+      solver: the Newton-Schulz that runs, needed for 'gram'.
+
+    Returns:
+      The cost.
+    """
+    n, r = work.shards, work.replicas
+    matrix = work.matrix_bytes
+    mine = -(-count // r)
+    owned = -(-mine // n)
+    back = r * _padded(strategy, mine, n) * matrix // n * (r - 1) // r
+    if strategy == "local":
+        moved, flops = 0, count * work.flops
+        back = 0
+    elif strategy == "gather":
+        moved, flops = mine * matrix * (n - 1) // n, mine * work.flops
+    elif strategy == "all_to_all":
+        moved, flops = 2 * owned * matrix * (n - 1) // n, owned * work.flops
+    else:
+        assert solver is not None
+        passes = len(solver.schedule.restarts) + 1
+        gram = work.rows**2 * max(4, work.itemsize)
+        moved = 2 * passes * owned * gram * (n - 1)
+        steps = (8 * len(solver.schedule.rows) - 6 * passes) * work.rows**3
+        flops = mine * 4 * passes * work.rows**2 * work.columns // n + owned * steps
+    sizes = dict(work.sizes)
+    collectives = {"local": 0, "gather": 1, "all_to_all": 2, "gram": 4}[strategy] * (n > 1)
+    seconds = (
+        flops / device.rate(work.itemsize)
+        + moved / device.bandwidth_over(work.shard_axes, sizes)
+        + back / device.bandwidth_over(work.share_axes, sizes)
+        + device.latency * (collectives + (r > 1 and strategy != "local"))
+    )
+    return Cost(moved + back, flops, seconds)
+
+
+def _padded(strategy: Strategy, mine: int, shards: int) -> int:
+    """Matrices of a replica, padding included."""
+    return mine if strategy == "gather" else -(-mine // shards) * shards

@@ -1,0 +1,143 @@
+"""From leaves to results: reads the layouts, plans, and runs each bucket."""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from muon_optax.checks import check_choice
+from muon_optax.matrix_view import BoundView
+from muon_optax.partition import MuonWarning, has_run
+from muon_optax.sharding.cost import DeviceModel, device_model
+from muon_optax.sharding.execute import Prepare, run_bucket
+from muon_optax.sharding.local import Solver
+from muon_optax.sharding.planner import STRATEGIES, Bucket, Leaf, plan_leaves
+from muon_optax.sharding.specs import Layout, declared_specs, read_layout, whole_shape
+from muon_optax.tree_paths import leaves_with_segments, path_name, raise_together
+
+__all__ = ["Distribution", "StrategyRules"]
+
+StrategyRules = str | Sequence[tuple[str, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Distribution:
+    """How the work is spread over devices, as the user asks for it.
+
+    Attributes:
+      param_shardings: how the parameters lie, where the arrays' types don't say it.
+      strategy: 'auto', a strategy, or (pattern, strategy) pairs, the first match winning.
+      max_workspace_bytes: bound of the workspace of one exchange on a device.
+      device: a name or a model, for the cost model.
+    """
+
+    param_shardings: Any = None
+    strategy: StrategyRules = "auto"
+    max_workspace_bytes: int | None = None
+    device: str | DeviceModel = "auto"
+
+    def __post_init__(self) -> None:
+        pairs = [("", self.strategy)] if isinstance(self.strategy, str) else self.strategy
+        for _, name in pairs:
+            check_choice("strategy", name, ("auto", *STRATEGIES))
+        limit = self.max_workspace_bytes
+        if limit is not None and (not isinstance(limit, int) or limit <= 0):
+            raise ValueError(
+                f"max_workspace_bytes must be a positive integer or None, got {limit!r}"
+            )
+        device_model(self.device, "cpu")
+
+    def whole_shapes(self, tree: Any) -> Any:
+        """The tree with the shapes of whole leaves, where its arrays are blocks in a shard_map."""
+        if not jax.sharding.get_abstract_mesh().manual_axes or self.param_shardings is None:
+            return tree
+        leaves, treedef = jax.tree.flatten(tree)
+        specs = declared_specs(self.param_shardings, tree)
+        shapes = [whole_shape(x, spec) for x, spec in zip(leaves, specs, strict=True)]
+        return treedef.unflatten(
+            [jax.ShapeDtypeStruct(n, x.dtype) for n, x in zip(shapes, leaves, strict=True)]
+        )
+
+    def layouts(self, tree: Any) -> list[Layout]:
+        """How each leaf lies.
+
+        Raises:
+          ValueError: listing every leaf whose layout can't be or can't be known.
+        """
+        specs = declared_specs(self.param_shardings, tree)
+        layouts, problems = [], []
+        for (path, leaf), spec in zip(leaves_with_segments(tree), specs, strict=True):
+            try:
+                layouts.append(read_layout(leaf, spec))
+            except ValueError as error:
+                problems.append(f"{path_name(path)}: {error}")
+        raise_together(problems, "Muon can't use these leaves as they lie:")
+        return layouts
+
+    def leaves(self, tree: Any, views: Sequence[BoundView], dtypes: Sequence[Any]) -> list[Leaf]:
+        """What the planner takes."""
+        paths = [path for path, _ in leaves_with_segments(tree)]
+        rows = zip(paths, views, self.layouts(tree), dtypes, strict=True)
+        return [
+            Leaf(path_name(p), view, layout, jnp.dtype(dtype).name, self._strategy_of(p))
+            for p, view, layout, dtype in rows
+        ]
+
+    def _strategy_of(self, path: tuple[str, ...]) -> str:
+        if isinstance(self.strategy, str):
+            return self.strategy
+        return next((name for pattern, name in self.strategy if has_run(path, pattern)), "auto")
+
+    def plan(self, leaves: Sequence[Leaf], solver: Solver) -> tuple[Bucket, ...]:
+        """The buckets of those leaves that aren't empty."""
+        kinds = {
+            getattr(getattr(x.layout.mesh, "abstract_device", None), "device_kind", None)
+            for x in leaves
+        }
+        device = device_model(self.device, next(iter(kinds - {None}), None))
+        filled = tuple(leaf for leaf in leaves if math.prod(leaf.view.shape))
+        return plan_leaves(filled, solver.newton_schulz, device, self.max_workspace_bytes)
+
+    def run(
+        self,
+        leaves: Sequence[Leaf],
+        solver: Solver,
+        prepare: Prepare,
+        scalars: Any,
+        operands: Sequence[tuple[jax.Array, ...]],
+    ) -> list[jax.Array]:
+        """Orthogonalises what `prepare` makes of each leaf's operands; see `run_bucket`."""
+        filled = [i for i, leaf in enumerate(leaves) if math.prod(leaf.view.shape)]
+        results = [arrays[0].astype(x.dtype) for x, arrays in zip(leaves, operands, strict=True)]
+        _warn_of_unknown(leaves)
+        for bucket in self.plan(leaves, solver):
+            members = [filled[i] for i in bucket.members]
+            done = run_bucket(
+                bucket,
+                [leaves[i] for i in members],
+                prepare,
+                scalars,
+                [operands[i] for i in members],
+                solver,
+            )
+            for i, result in zip(members, done, strict=True):
+                results[i] = result
+        return results
+
+
+def _warn_of_unknown(leaves: Sequence[Leaf]) -> None:
+    unknown = [leaf.path for leaf in leaves if not leaf.layout.is_known]
+    if unknown:
+        more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
+        warnings.warn(
+            "on an Auto mesh the layout of traced arrays can't be seen, so the partitioner places "
+            "exchanges inside every Newton-Schulz step; give param_shardings to avoid that: "
+            + ", ".join(unknown[:8])
+            + more,
+            MuonWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,84 @@
+"""Orthogonalises the matrices that lie on one device, whole or as slices."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from muon_optax.matrix_view import BoundView
+from muon_optax.polar import Exchange, NewtonSchulz
+
+__all__ = ["Orthogonalizer", "Solver"]
+
+Orthogonalizer = Callable[[jax.Array], jax.Array]
+
+# Small matrices are multiplied in batches of about this many elements, large ones one by one:
+# on CPU a batch of 32 matrices of 64 x 256 takes 0.63 of the time of as many single ones, and a
+# batch dim in front of a large matrix costs 1.3 to 1.5.
+_BATCH_ELEMENTS = 2**18
+
+
+@dataclasses.dataclass(frozen=True)
+class Solver:
+    """What is done with each matrix.
+
+    Attributes:
+      function: a function on (batch, m, n).
+      adaptive: multiply the result by its inner product with the input, the dual norm.
+    """
+
+    function: Orthogonalizer
+    adaptive: bool = False
+
+    @property
+    def newton_schulz(self) -> NewtonSchulz | None:
+        """The iteration, where it is ours."""
+        return self.function if isinstance(self.function, NewtonSchulz) else None
+
+    def whole(self, stacked: jax.Array, view: BoundView) -> jax.Array:
+        """Orthogonalises whole matrices, stacked by `BoundView.stack`."""
+        parts = view.split_stack(stacked)
+        return view.merge_stack([self._in_batches(part) for part in parts])
+
+    def slices(
+        self, x: jax.Array, axis: Literal[-1, -2], exchange: Exchange, axes: tuple[str, ...]
+    ) -> jax.Array:
+        """Orthogonalises matrices (batch, m, n) of which mesh axes cut `axis`: the Gram method."""
+        assert self.newton_schulz is not None
+        y = self.newton_schulz.on_slices(x, exchange, axis=axis)
+        if not self.adaptive:
+            return y
+        return _times(y, jax.lax.psum(_inner(x, y), axes))
+
+    def _in_batches(self, x: jax.Array) -> jax.Array:
+        """Applies the function to (batch, m, n) in batches whose size suits the matrices."""
+        count, m, n = x.shape
+        batch = _largest_divisor(count, max(1, _BATCH_ELEMENTS // (m * n)))
+        if batch == count:
+            return self._apply(x)
+        x = x.reshape(count // batch, batch, m, n)
+        return jax.lax.map(self._apply, x).reshape(count, m, n)
+
+    def _apply(self, x: jax.Array) -> jax.Array:
+        if self.newton_schulz is not None and x.shape[0] == 1:
+            y = self.function(x[0])[None]  # a product without a batch dim is faster
+        else:
+            y = self.function(x)
+        return _times(y, _inner(x, y)) if self.adaptive else y
+
+
+def _inner(x: jax.Array, y: jax.Array) -> jax.Array:
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.sum(x.astype(wide).conj() * y.astype(wide), axis=(-2, -1), keepdims=True)
+
+
+def _times(y: jax.Array, factor: jax.Array) -> jax.Array:
+    return (factor * y.astype(factor.dtype)).astype(y.dtype)
+
+
+def _largest_divisor(count: int, limit: int) -> int:
+    """The largest divisor of `count` that is at most `limit`."""
+    return next(d for d in range(min(count, limit), 0, -1) if math.gcd(count, d) == d)

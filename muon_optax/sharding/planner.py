@@ -1,0 +1,329 @@
+"""Leaves -> buckets -> a strategy each: plain, hashable Python, computed while tracing.
+
+Leaves whose matrices have one shape, one dtype and one layout form a bucket. Its matrices go to
+owners in full rounds, one for each device; what is left over is a share of its own, whose owners
+are chosen so that the busiest device has as little to do as possible.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import get_args
+
+import jax.numpy as jnp
+import numpy as np
+
+from muon_optax.matrix_view import BoundView
+from muon_optax.polar import NewtonSchulz, resolve_schedule
+from muon_optax.sharding.cost import Cost, DeviceModel, Strategy, Work, estimate
+from muon_optax.sharding.specs import Axes, Layout
+
+__all__ = ["STRATEGIES", "Bucket", "Leaf", "Share", "plan_leaves"]
+
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+_MINIMUM_WORKSPACE = 2**28
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What planning needs to know of one leaf.
+
+    Attributes:
+      path: its name.
+      view: how it makes matrices.
+      layout: how it lies.
+      dtype: the dtype to exchange and compute in, by name.
+      strategy: 'auto', or the strategy that the user asks for.
+    """
+
+    path: str
+    view: BoundView
+    layout: Layout
+    dtype: str
+    strategy: str = "auto"
+
+    @property
+    def batch_axes(self) -> Axes:
+        """Mesh axes over which whole matrices are spread."""
+        return self.layout.axes_of(self.view.batch_axes)
+
+    @property
+    def shard_axes(self) -> Axes:
+        """Mesh axes that cut matrices."""
+        return self.layout.axes_of(self.view.stack_axes)
+
+    @property
+    def count(self) -> int:
+        """Matrices that a device has a part of."""
+        return self.view.batch // self.layout.count(self.batch_axes)
+
+    @property
+    def key(self) -> tuple:
+        """What the leaves of one bucket share: all but the sizes of batch axes."""
+        layout = self.layout
+        spec = tuple(layout.spec[a] for a in self.view.stack_axes) if layout.mesh else ()
+        place = (layout.mesh, spec, self.batch_axes, layout.free, layout.manual, layout.is_known)
+        return (self.view.matrix_key, *place, self.dtype, self.strategy)
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """Some matrices of a bucket, and what is done with them.
+
+    Attributes:
+      start, count: which of the bucket's matrices.
+      strategy: how they are brought together.
+      axes: replicating axes that divide the work.
+      offset: the first owner, where there are fewer matrices than owners.
+      chunk: how many matrices are exchanged at once.
+      cost: bytes, FLOPs and seconds.
+      reason: why this strategy.
+    """
+
+    start: int
+    count: int
+    strategy: Strategy
+    axes: Axes
+    offset: int
+    chunk: int
+    cost: Cost
+    reason: str
+
+    @property
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        """(start, count) of each chunk."""
+        for start in range(self.start, self.start + self.count, self.chunk):
+            yield start, min(self.chunk, self.start + self.count - start)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Leaves that are handled together.
+
+    Attributes:
+      members: their indices.
+      leaf: the first of them, which stands for all.
+      count: their matrices, as one device counts them.
+      shares: what is done with them.
+    """
+
+    members: tuple[int, ...]
+    leaf: Leaf
+    count: int
+    shares: tuple[Share, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def plan_leaves(
+    leaves: tuple[Leaf, ...],
+    solver: NewtonSchulz | None,
+    device: DeviceModel,
+    max_workspace_bytes: int | None = None,
+) -> tuple[Bucket, ...]:
+    """Chooses a strategy for every leaf.
+
+    Args:
+      leaves: the leaves, none of them empty.
+      solver: the Newton-Schulz that runs; None for a function of the user's.
+      device: the device model that decides.
+      max_workspace_bytes: bound of the workspace of one exchange on a device; None is the larger of
+        256 MiB and six times the largest matrix.
+
+    Returns:
+      The buckets, costliest matrices first.
+
+    Raises:
+      ValueError: for strategies that a leaf's layout rules out, naming the leaf.
+    """
+    groups: dict[tuple, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        groups.setdefault(leaf.key, []).append(i)
+    works = {key: _work(leaves[members[0]], solver) for key, members in groups.items()}
+    largest = max((w.matrix_bytes for w in works.values()), default=0)
+    budget = max_workspace_bytes or max(_MINIMUM_WORKSPACE, 6 * largest)
+    loads: dict[tuple, np.ndarray] = {}
+    buckets = []
+    for key in sorted(groups, key=lambda k: -works[k].flops):
+        members, work = tuple(groups[key]), works[key]
+        leaf = leaves[members[0]]
+        count = sum(leaves[i].count for i in members)
+        load = loads.setdefault(work.sizes, np.zeros([n for _, n in work.sizes]))
+        shares = _Chooser(leaf, work, solver, device, load, budget).shares(count)
+        buckets.append(Bucket(members, leaf, count, tuple(shares)))
+    return tuple(buckets)
+
+
+def _work(leaf: Leaf, solver: NewtonSchulz | None) -> Work:
+    rows, columns = sorted((leaf.view.fan_in, leaf.view.fan_out))
+    dtype = jnp.dtype(leaf.dtype)
+    # A function of the user's is counted as if it were the default iteration.
+    counted = solver or NewtonSchulz(resolve_schedule())
+    flops = sum(k * counted.flops(m, n, dtype) for k, m, n in leaf.view.matrices)
+    mesh = leaf.layout.mesh
+    sizes = () if mesh is None else tuple(mesh.shape.items())
+    each = flops // leaf.view.batch
+    return Work(rows, columns, dtype.itemsize, each, leaf.shard_axes, leaf.layout.free, sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chooser:
+    """Chooses the strategies of one bucket."""
+
+    leaf: Leaf
+    work: Work
+    solver: NewtonSchulz | None
+    device: DeviceModel
+    load: np.ndarray  # FLOPs of each device so far, with the mesh's axes; updated
+    budget: int
+
+    def shares(self, count: int) -> list[Share]:
+        """The cheapest way: all matrices under one strategy, or full rounds and a rest."""
+        options = [
+            option
+            for work in self._divisions()
+            for strategy in self._strategies(work)
+            for option in self._options(strategy, count, work)
+        ]
+        best = min(options, key=lambda shares: sum(s.cost.seconds for s in shares))
+        for share in best:
+            self._add_load(share)
+        return best
+
+    def _divisions(self) -> list[Work]:
+        """The work, shared over replicas or not."""
+        alone = dataclasses.replace(self.work, share_axes=())
+        return [self.work, alone] if self.work.share_axes else [alone]
+
+    def _strategies(self, work: Work) -> list[Strategy]:
+        possible = self._possible(work)
+        asked = self.leaf.strategy
+        if asked == "auto":
+            whole = work.owners == 1
+            return [s for s in possible if (s == "local") == whole and self._is_like_local(s)]
+        if asked in possible:
+            return [s for s in possible if s == asked]
+        if work.share_axes:
+            return []
+        raise ValueError(
+            f"{self.leaf.path}: strategy {asked!r} can't be; possible are {possible}"
+            + (f" ({why})" if (why := self._why_not_gram()) and asked == "gram" else "")
+        )
+
+    def _possible(self, work: Work) -> list[Strategy]:
+        found: list[Strategy] = ["all_to_all", "gather"]
+        if work.shards == 1 and not work.share_axes:
+            found.append("local")
+        if self._why_not_gram() is None:
+            found.append("gram")
+        return found
+
+    def _why_not_gram(self) -> str | None:
+        view, solver = self.leaf.view, self.solver
+        long = view.output_axes if view.fan_out >= view.fan_in else view.reduction_axes
+        if solver is None:
+            return "a function of the user's needs whole matrices"
+        if solver.schedule.preconditioning == "spectral":
+            return "the spectral norm needs whole matrices"
+        if len(view.block_sizes) > 1:
+            return "fused blocks are cut from whole matrices"
+        if not self.leaf.shard_axes or set(self.leaf.layout.axes_of(long)) != set(
+            self.leaf.shard_axes
+        ):
+            return "only the long side of a matrix may be sharded"
+        return None
+
+    def _is_like_local(self, strategy: Strategy) -> bool:
+        """Whether the numbers are those of one device: there the Gram method may not be chosen."""
+        if strategy != "gram" or self.solver is None:
+            return True
+        view = self.leaf.view
+        return self.solver.chosen_method(view.fan_in, view.fan_out, self.leaf.dtype) == "gram"
+
+    def _options(self, strategy: Strategy, count: int, work: Work) -> list[list[Share]]:
+        if strategy != "all_to_all":
+            return [[self._share(strategy, 0, count, work)]]
+        rounds = count // work.owners * work.owners
+        full = [self._share("all_to_all", 0, rounds, work)] if rounds else []
+        if rounds == count:
+            return [full]
+        rests: list[Strategy] = ["all_to_all"]
+        if self.leaf.strategy == "auto":
+            rests = [s for s in self._possible(work) if s != "local" and self._is_like_local(s)]
+        return [[*full, self._share(s, rounds, count - rounds, work)] for s in rests]
+
+    def _share(self, strategy: Strategy, start: int, count: int, work: Work) -> Share:
+        cost = estimate(strategy, count, work, self.device, self.solver)
+        offset = 0
+        if strategy == "all_to_all" and count < work.owners:
+            offset, added = self._best_offset(count, work)
+            idle = (work.flops - added) / self.device.rate(work.itemsize)
+            cost = dataclasses.replace(cost, seconds=cost.seconds - idle)
+        return Share(
+            start,
+            count,
+            strategy,
+            work.share_axes,
+            offset,
+            self._chunk(strategy, count, work),
+            cost,
+            _reason(strategy, self.leaf, count, work),
+        )
+
+    def _chunk(self, strategy: Strategy, count: int, work: Work) -> int:
+        """Matrices to exchange at once: each lies there as slices and whole, in and out."""
+        at_once = max(1, (self.budget // max(1, work.matrix_bytes) - 2) // 4)
+        each = {"local": 1, "gather": work.replicas}.get(strategy, work.owners)
+        return min(count, at_once * each)
+
+    def _best_offset(self, count: int, work: Work) -> tuple[int, float]:
+        """The first of `count` owners in a row that keeps the peak low, and what it adds to it."""
+        load = _owner_loads(self.load, work)
+        ring = np.concatenate([load, load])[: work.owners + count - 1]
+        peaks = np.lib.stride_tricks.sliding_window_view(ring, count).max(axis=1) + work.flops
+        offset = int(np.argmin(peaks))
+        return offset, max(0.0, float(peaks[offset]) - float(self.load.max()))
+
+    def _add_load(self, share: Share) -> None:
+        work = dataclasses.replace(self.work, share_axes=share.axes)
+        if share.strategy != "all_to_all" or share.count >= work.owners:
+            self.load[...] += share.cost.flops
+            return
+        owners = (share.offset + np.arange(share.count)) % work.owners
+        _add_to_owners(self.load, work, owners)
+
+
+def _owner_order(work: Work) -> tuple[list[int], list[int]]:
+    """Mesh dims that number the owners, share axes first, and the others."""
+    names = [name for name, _ in work.sizes]
+    order = [names.index(a) for a in (*work.share_axes, *work.shard_axes)]
+    return order, [i for i in range(len(names)) if i not in order]
+
+
+def _owner_loads(load: np.ndarray, work: Work) -> np.ndarray:
+    """The highest load of each owner over the mesh axes that don't number owners."""
+    order, rest = _owner_order(work)
+    return load.transpose(rest + order).reshape(-1, work.owners).max(axis=0)
+
+
+def _add_to_owners(load: np.ndarray, work: Work, owners: np.ndarray) -> None:
+    order, rest = _owner_order(work)
+    extra = np.zeros(work.owners)
+    extra[owners] = work.flops
+    sizes = [load.shape[i] for i in order]
+    load.transpose(rest + order)[...] += extra.reshape(sizes)
+
+
+def _reason(strategy: Strategy, leaf: Leaf, count: int, work: Work) -> str:
+    if not leaf.layout.is_known:
+        return "layout unknown: left to the partitioner; give param_shardings"
+    if leaf.strategy != "auto":
+        return "asked for"
+    if strategy == "local":
+        return "matrices are whole here" if not work.count(leaf.layout.free) > 1 else "tiny"
+    if strategy == "all_to_all" and count < work.owners:
+        return f"{count} matrices for {work.owners} owners, the least busy ones"
+    return {
+        "all_to_all": "each matrix whole on one device, once",
+        "gather": "fewer bytes than a round of owners",
+        "gram": "Gram matrices are smaller than the matrices",
+    }[strategy]

@@ -1,0 +1,252 @@
+"""How a leaf lies on its mesh.
+
+Three kinds of mesh axes tell it three ways: an Explicit axis is in the array's type; an Auto axis
+is known from concrete arrays or from what the user declares; inside a shard_map the axes are
+Manual, the arrays are blocks, and only a declaration says of what.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from muon_optax.tree_paths import align
+
+__all__ = ["Axes", "Declared", "Layout", "declared_specs", "read_layout", "whole_shape"]
+
+Axes = tuple[str, ...]
+Declared = NamedSharding | PartitionSpec | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the blocks of one leaf lie.
+
+    Attributes:
+      shape: the whole leaf's shape.
+      mesh: the mesh; None where there is no other device.
+      spec: for each dim, the mesh axes that shard it, major to minor; axes of size 1 are left out.
+      written: the spec as it was given, for JAX.
+      free: axes that replicate the leaf and that nothing else uses: work can be shared over them.
+      manual: axes of the user's shard_map, inside which the array at hand is a block.
+      known: axes along which the layout is known, of any size; where none is, the partitioner
+        alone knows it.
+    """
+
+    shape: tuple[int, ...]
+    mesh: Mesh | AbstractMesh | None = None
+    spec: tuple[Axes, ...] = ()
+    written: PartitionSpec | None = None
+    free: Axes = ()
+    manual: Axes = ()
+    known: Axes = ()
+
+    def count(self, axes: Iterable[str]) -> int:
+        """Number of devices along mesh axes."""
+        return 1 if self.mesh is None else math.prod(self.mesh.shape[a] for a in axes)
+
+    def axes_of(self, dims: Sequence[int]) -> Axes:
+        """Mesh axes on these dims of the leaf, in the mesh's order."""
+        if self.mesh is None:
+            return ()
+        used = {a for d in dims for a in self.spec[d]}
+        return tuple(a for a in self.mesh.axis_names if a in used)
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        """Shape of one device's block."""
+        spec = self.spec or ((),) * len(self.shape)
+        return tuple(n // self.count(axes) for n, axes in zip(self.shape, spec, strict=True))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything but the partitioner knows where the blocks lie."""
+        return self.mesh is None or bool(self.known)
+
+    @property
+    def partition_spec(self) -> PartitionSpec:
+        """The spec as JAX writes it, without the axes that are Manual already."""
+        dims = [tuple(a for a in _as_axes(e) if a not in self.manual) for e in self.written or ()]
+        return PartitionSpec(*(axes or None for axes in dims))
+
+
+def declared_specs(declared: Any, params: Any) -> list[Declared]:
+    """What the user declares of each leaf of `params`.
+
+    Args:
+      declared: None, or a tree (or a prefix of one) of NamedSharding, PartitionSpec, arrays, or
+        shape structs with a sharding; a None entry says nothing.
+      params: the tree of leaves.
+
+    Returns:
+      One entry a leaf.
+
+    Raises:
+      ValueError: if the trees don't match.
+      TypeError: for entries of another type.
+    """
+    if declared is None:
+        return [None] * len(jax.tree.leaves(params))
+    is_leaf = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    return [_declared(x) for x in align(declared, params, what="shardings", is_leaf=is_leaf)]
+
+
+def _declared(entry: Any) -> Declared:
+    if entry is None or isinstance(entry, NamedSharding | PartitionSpec):
+        return entry
+    if isinstance(entry, Tracer):
+        return None
+    if isinstance(entry, jax.sharding.Sharding):
+        return PartitionSpec()  # on one device
+    if hasattr(entry, "sharding"):
+        return _declared(entry.sharding)
+    raise TypeError(
+        f"a sharding must be a NamedSharding, a PartitionSpec, an array or None, got {entry!r}"
+    )
+
+
+def read_layout(x: Any, declared: Declared = None) -> Layout:
+    """Reads how a leaf lies.
+
+    Args:
+      x: an array, a tracer, or a shape struct.
+      declared: what the user says of it.
+
+    Returns:
+      The layout.
+
+    Raises:
+      ValueError: for a spec that doesn't fit the leaf or the mesh, and inside a shard_map for an
+        array that may be a block of an unknown matrix.
+    """
+    mesh = _mesh_of(x, declared)
+    if mesh is None or math.prod(mesh.shape.values()) == 1:
+        return Layout(tuple(x.shape))
+    manual = tuple(mesh.manual_axes) if isinstance(mesh, AbstractMesh) else ()
+    if any(mesh.shape[a] > 1 for a in manual) and declared is None:
+        _check_whole(x, mesh, manual)
+    hidden = _hidden_axes(x)
+    known = tuple(a for a in _known_axes(mesh, x, declared) if a not in hidden)
+    written = _spec_of(x, declared)
+    spec = _normalised(written, len(x.shape), mesh)
+    shape = _whole(x.shape, spec, mesh, manual)
+    _check_divides(shape, spec, mesh)
+    used = {a for axes in spec for a in axes}
+    free = tuple(a for a in known if a not in used and mesh.shape[a] > 1)
+    return Layout(shape, mesh, spec, written, free, manual, known)
+
+
+def whole_shape(x: Any, declared: Declared) -> tuple[int, ...]:
+    """Shape of the leaf that `x` is a block of, as declared, inside a shard_map."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if declared is None:
+        return tuple(x.shape)
+    spec = _normalised(_spec_of(x, declared), len(x.shape), mesh)
+    return _whole(x.shape, spec, mesh, tuple(mesh.manual_axes))
+
+
+def _whole(
+    shape: Sequence[int], spec: Sequence[Axes], mesh: Mesh | AbstractMesh, manual: Axes
+) -> tuple[int, ...]:
+    return tuple(
+        n * math.prod(mesh.shape[a] for a in axes if a in manual)
+        for n, axes in zip(shape, spec, strict=True)
+    )
+
+
+def _mesh_of(x: Any, declared: Declared) -> Mesh | AbstractMesh | None:
+    context = jax.sharding.get_abstract_mesh()
+    if context.manual_axes:
+        return context
+    if isinstance(x, jax.Array):
+        found = jax.typeof(x).sharding.mesh
+    else:
+        found = getattr(getattr(x, "sharding", None), "mesh", None)
+    if found is not None and not found.empty:
+        return found
+    return declared.mesh if isinstance(declared, NamedSharding) else None
+
+
+def _concrete_spec(x: Any) -> PartitionSpec | None:
+    sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
+    return sharding.spec if isinstance(sharding, NamedSharding) else None
+
+
+def _spec_of(x: Any, declared: Declared) -> PartitionSpec:
+    """The declared spec, else a concrete array's, else what the type says of Explicit axes."""
+    if declared is not None:
+        return declared.spec if isinstance(declared, NamedSharding) else declared
+    return _concrete_spec(x) or jax.typeof(x).sharding.spec
+
+
+def _known_axes(mesh: Mesh | AbstractMesh, x: Any, declared: Declared) -> Axes:
+    """Axes along which the layout is known."""
+    if declared is not None or _concrete_spec(x) is not None:
+        known = set(mesh.axis_names)
+    else:
+        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        known = {a for a, kind in kinds if kind != AxisType.Auto}
+    return tuple(a for a in mesh.axis_names if a in known)
+
+
+def _hidden_axes(x: Any) -> set[str]:
+    """Axes that a `vmap` maps over: they are in the batched array's type, not in this one's."""
+    hidden: set[str] = set()
+    while True:
+        if hasattr(x, "batch_dim"):
+            x = x.val
+            spec = jax.typeof(x).sharding.spec
+            hidden |= {a for entry in tuple(spec) for a in _as_axes(entry)}
+        elif hasattr(x, "primal"):
+            x = x.primal
+        else:
+            return hidden
+
+
+def _as_axes(entry: Any) -> Axes:
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def _normalised(spec: PartitionSpec, rank: int, mesh: Mesh | AbstractMesh) -> tuple[Axes, ...]:
+    """One tuple of axes a dim, axes of size 1 dropped."""
+    entries = tuple(spec)
+    if len(entries) > rank:
+        raise ValueError(f"{spec} has {len(entries)} entries for a leaf of {rank} dims")
+    dims = [_as_axes(entry) for entry in (*entries, *[None] * (rank - len(entries)))]
+    unknown = [a for axes in dims for a in axes if a not in mesh.shape]
+    if unknown:
+        raise ValueError(f"{spec} names the axes {unknown}; the mesh has {mesh.axis_names}")
+    return tuple(tuple(a for a in axes if mesh.shape[a] > 1) for axes in dims)
+
+
+def _check_divides(
+    shape: tuple[int, ...], spec: tuple[Axes, ...], mesh: Mesh | AbstractMesh
+) -> None:
+    for dim, (n, axes) in enumerate(zip(shape, spec, strict=True)):
+        count = math.prod(mesh.shape[a] for a in axes)
+        if n % count:
+            raise ValueError(
+                f"dim {dim} of shape {shape} must be a multiple of {count}, the size of {axes}"
+            )
+
+
+def _check_whole(x: Any, mesh: Mesh | AbstractMesh, manual: Axes) -> None:
+    """A block taken for a matrix is silent and wrong, so what can't be told apart is refused."""
+    advice = "declare with param_shardings how the parameters lie (P() for a whole matrix)"
+    probe = jax.lax.axis_index(next(a for a in manual if mesh.shape[a] > 1))
+    if not _varying(probe):
+        raise ValueError(f"inside a shard_map with check_vma=False a block looks whole; {advice}")
+    varying = [a for a in manual if a in _varying(x)]
+    if varying:
+        raise ValueError(
+            f"the array of shape {x.shape} varies over {varying} inside a shard_map, so it may be "
+            f"a block of a larger matrix; {advice}"
+        )
+
+
+def _varying(x: Any) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying
