@@ -1,5 +1,6 @@
 """Matrix views of Flax models, Linen and NNX, read from parameter names and shapes."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,21 +8,59 @@ import jax
 import jax.numpy as jnp
 
 from muon_optax.matrix_view import MuonDimensionNumbers
-from muon_optax.partition import Rule, default_rules
-from muon_optax.tree_paths import Segments, leaves_with_segments
+from muon_optax.partition import is_float_leaf, warn_about
+from muon_optax.rules import Rule, Shape, default_rules, words
+from muon_optax.tree_paths import (
+    Segments,
+    is_absent,
+    leaves_with_segments,
+    path_name,
+    raise_together,
+)
 
 __all__ = ["flax_matrix_views"]
 
 _INTO_HEADS = {"query", "key", "value", "q", "k", "v", "qkv", "wq", "wk", "wv"}
-_INTO_HEADS |= {f"{name}_proj" for name in "qkv"} | {f"to_{name}" for name in "qkv"}
+_INTO_HEADS |= {f"{name}_proj" for name in ("q", "k", "v", "query", "key", "value")}
+_INTO_HEADS |= {f"to_{name}" for name in "qkv"}
 _OUT_OF_HEADS = {"out", "o", "o_proj", "out_proj", "wo", "to_out", "attention_output"}
 
+_NOT_CONV = ("dense", "linear", "einsum", "convlocal")
 
-def flax_matrix_views(params: Any, *, scanned: Sequence[str] = ()) -> Any:
+Axes = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """A floating-point leaf, its names in lower case, and what one layer of it looks like."""
+
+    segments: Segments
+    names: tuple[str, ...]
+    is_scanned: bool
+    shape: Shape
+    bias: Shape | None  # of the bias beside it
+
+    @property
+    def path(self) -> str:
+        return path_name(self.segments)
+
+    @property
+    def is_kernel(self) -> bool:
+        return self.names[-1:] == ("kernel",)
+
+    @property
+    def layer(self) -> str:
+        """The layer's name: that of the leaf itself if it has a telling one."""
+        own = self.names[:-1] if self.names[-1:] in (("kernel",), ("w",)) else self.names
+        return own[-1] if own else ""
+
+
+def flax_matrix_views(params: Any, *, scanned: Sequence[str] | str = ()) -> Any:
     """Views for the kernels of Dense/Linear, Conv, DenseGeneral/LinearGeneral and attention.
 
     Flax keeps kernels as [in, out]; a convolution as [*window, in, out]; attention as [in, heads,
-    head_dim] into heads and [heads, head_dim, out] out of them, told apart by the layer's name.
+    head_dim] into heads and [heads, head_dim, out] out of them. A layer's bias, which has its
+    output axes, tells them apart; without one its name does.
 
     Args:
       params: a Linen parameter dict or an NNX state, of arrays or shape structs.
@@ -30,37 +69,104 @@ def flax_matrix_views(params: Any, *, scanned: Sequence[str] = ()) -> Any:
 
     Returns:
       A tree like `params` for `muon_weight_dimension_numbers`: MuonDimensionNumbers, or None
-      (AdamW) for embeddings, heads, biases, norms, depthwise kernels, and 3-D kernels whose layer's
-      name doesn't tell their axes.
+      (AdamW) for embeddings, heads, biases, norms, depthwise kernels, and kernels whose axes
+      neither bias nor name tell. A MuonWarning names the latter, and norms that look stacked
+      although `scanned` leaves them out.
+
+    Raises:
+      ValueError: for patterns in `scanned` that match nothing.
 
     Example:
       >>> kernel = jax.ShapeDtypeStruct((3, 3, 16, 32), jnp.float32)
       >>> flax_matrix_views({"Conv_0": {"kernel": kernel}})["Conv_0"]["kernel"]
       MuonDimensionNumbers(reduction_axis=(0, 1, 2), output_axis=(3,))
     """
-    stacks = [Rule(pattern, "muon", "scanned") for pattern in scanned]
-    views = [
-        _view(path, tuple(jnp.shape(leaf)), any(s.matches(path, ()) for s in stacks))
-        for path, leaf in leaves_with_segments(params)
-    ]
+    patterns = (scanned,) if isinstance(scanned, str) else tuple(scanned)
+    stacks = [Rule(pattern, "muon", "scanned") for pattern in patterns]
+    _check_patterns(stacks, params)
+    leaves = _leaves(params, stacks)
+    axes = {leaf.segments: _axes(leaf) for leaf in leaves if not _is_adams(leaf)}
+    warn_about(
+        "flax_matrix_views can't tell the axes of these kernels, which get AdamW; declare their "
+        "views by hand, or name the parts that scan or vmap stacked in `scanned`",
+        [leaf for leaf in leaves if axes.get(leaf.segments, ()) is None],
+    )
+    warn_about(
+        "norms with scales of more than one dim look stacked by scan or vmap; name these parts in "
+        "`scanned`, or their layers' views are wrong",
+        [leaf for leaf in leaves if leaf.names[-1:] == ("scale",) and len(leaf.shape) > 1],
+    )
+    shifts = {leaf.segments: int(leaf.is_scanned) for leaf in leaves}
+    views = [_view(axes.get(path), shifts.get(path, 0)) for path, _ in leaves_with_segments(params)]
     return jax.tree.structure(params).unflatten(views)
 
 
-def _view(path: Segments, shape: tuple[int, ...], is_scanned: bool) -> MuonDimensionNumbers | None:
-    layer = shape[1:] if is_scanned else shape
-    if any(rule.matches(path, layer) for rule in default_rules()):
+def _check_patterns(stacks: Sequence[Rule], params: Any) -> None:
+    places = leaves_with_segments(params, is_absent)
+    unused = [
+        repr(rule.pattern)
+        for rule in stacks
+        if places and not any(rule.matches(path, jnp.shape(x)) for path, x in places)
+    ]
+    found = ", ".join(path_name(path) for path, _ in places[:20])
+    raise_together(unused, f"these patterns of `scanned` match nothing among {found}:")
+
+
+def _leaves(params: Any, stacks: Sequence[Rule]) -> list[_Leaf]:
+    shapes, scanned = {}, {}
+    for path, x in leaves_with_segments(params):
+        if is_float_leaf(x):
+            scanned[path] = any(rule.matches(path, jnp.shape(x)) for rule in stacks)
+            shapes[path] = tuple(jnp.shape(x))[scanned[path] :]
+    by_name = {words(path): shape for path, shape in shapes.items()}
+    return [
+        _Leaf(path, names, scanned[path], shape, by_name.get((*names[:-1], "bias")))
+        for path, shape in shapes.items()
+        for names in [words(path)]
+    ]
+
+
+def _is_adams(leaf: _Leaf) -> bool:
+    return any(rule.matches(leaf.segments, leaf.shape) for rule in default_rules())
+
+
+def _axes(leaf: _Leaf) -> Axes | None:
+    """Reduction and output axes of one layer's kernel, or None where nothing tells them."""
+    rank = len(leaf.shape)
+    if rank == 2:
+        return (0,), (1,)
+    if leaf.layer == "qkv" and rank == 4 and leaf.shape[1] == 3:
+        return (0,), (2, 3)  # [in, 3, heads, head_dim]: three matrices
+    outputs = _outputs_by_name(leaf)
+    if leaf.is_kernel and leaf.bias is not None:
+        outputs = _outputs_by_bias(leaf.shape, leaf.bias, outputs)
+    if outputs is None:
         return None
-    names = {name.lower() for name in path}
-    last = len(layer) - 1
-    is_conv = last > 2 or any(name.startswith("conv") for name in names)
-    if last == 1:
-        axes = ((0,), (1,))
-    elif names & _INTO_HEADS:
-        axes = ((0,), tuple(range(1, last + 1)))
-    elif names & _OUT_OF_HEADS or is_conv:
-        axes = (tuple(range(last)), (last,))
-    else:
+    return tuple(range(rank - outputs)), tuple(range(rank - outputs, rank))
+
+
+def _outputs_by_name(leaf: _Leaf) -> int | None:
+    """Number of output axes of a kernel of three dims or more, as far as the layer's name tells."""
+    rank = len(leaf.shape)
+    if leaf.layer in _INTO_HEADS:
+        return 2 if rank == 3 else None
+    if leaf.layer in _OUT_OF_HEADS:
+        return 1 if rank == 3 else None
+    is_conv = leaf.layer.startswith("conv") or rank > 3
+    return 1 if leaf.is_kernel and is_conv and not leaf.layer.startswith(_NOT_CONV) else None
+
+
+def _outputs_by_bias(shape: Shape, bias: Shape, by_name: int | None) -> int | None:
+    """Number of output axes: those of the bias, unless it may be a stack of smaller ones."""
+    outputs = len(bias)
+    if not 0 < outputs < len(shape) or shape[-outputs:] != bias:
         return None
-    shift = int(is_scanned)
+    fits_stack = outputs > 1 and (shape[0], *shape[1 - outputs :]) == bias
+    return outputs if not fits_stack or by_name == outputs else None
+
+
+def _view(axes: Axes | None, shift: int) -> MuonDimensionNumbers | None:
+    if axes is None:
+        return None
     reduction, output = (tuple(a + shift for a in group) for group in axes)
     return MuonDimensionNumbers(reduction, output)

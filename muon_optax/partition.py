@@ -5,158 +5,42 @@ ordered rules over a leaf's path and shape decide; the first that matches wins.
 """
 
 import dataclasses
-import fnmatch
-import re
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from muon_optax.matrix_view import BoundView, MuonDimensionNumbers, View, bind_view, is_view
+from muon_optax.rules import LABELS, Label, Rule, Shape, default_rules, has_run, words
 from muon_optax.tree_paths import (
     Segments,
     align,
+    has_unnamed,
+    is_absent,
     is_masked,
     leaves_with_segments,
     path_name,
     raise_together,
+    short,
 )
 
-__all__ = ["Assignment", "Decision", "Label", "MuonWarning", "Rule", "assign", "default_rules"]
-
-Label = Literal["muon", "adam", "frozen"]
-LABELS: tuple[str, ...] = get_args(Label)
-Shape = tuple[int, ...]
+__all__ = [
+    "Assignment",
+    "Decision",
+    "Label",
+    "MuonWarning",
+    "Rule",
+    "assign",
+    "default_rules",
+    "has_run",
+]
 
 
 class MuonWarning(UserWarning):
     """A choice of muon_optax that is right but may not be what was meant."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """Gives a label to the leaves whose path, or path and shape, match.
-
-    Attributes:
-      pattern: a string matches one or more whole path segments in a row, ignoring case, each with
-        shell wildcards ('lm_head', 'lora_*', 'decoder/*/kernel'), never a part of a segment by
-        chance; a compiled regular expression must match the whole path 'a/b/c'; a function gets
-        (segments, shape) and returns a bool.
-      label: 'muon', 'adam' or 'frozen'.
-      reason: a few words for the report.
-
-    Raises:
-      ValueError: for another label or an empty pattern.
-      TypeError: for a pattern of another type.
-
-    Example:
-      >>> Rule("embed", "adam", "embedding").matches(("patch_embed", "kernel"), (16, 64))
-      False
-    """
-
-    pattern: str | re.Pattern[str] | Callable[[Segments, Shape], bool]
-    label: Label
-    reason: str = "a rule"
-
-    def __post_init__(self) -> None:
-        if self.label not in LABELS:
-            raise ValueError(f"Rule label must be one of {LABELS}, got {self.label!r}")
-        if not (isinstance(self.pattern, str | re.Pattern) or callable(self.pattern)):
-            raise TypeError(
-                "Rule pattern must be a string, a compiled regular expression or a function, got "
-                f"{self.pattern!r}"
-            )
-        if isinstance(self.pattern, str) and not all(self.pattern.split("/")):
-            raise ValueError(f"Rule pattern has an empty segment: {self.pattern!r}")
-
-    def matches(self, segments: Segments, shape: Shape) -> bool:
-        """Whether a leaf at this path, of this shape, falls under the rule."""
-        if isinstance(self.pattern, str):
-            return _has_run(segments, self.pattern)
-        if isinstance(self.pattern, re.Pattern):
-            return self.pattern.fullmatch("/".join(segments)) is not None
-        return self.pattern(segments, shape)
-
-
-def _has_run(segments: Segments, pattern: str) -> bool:
-    wanted = pattern.lower().split("/")
-    # Flat trees hold whole paths in one key: 'model.embed_tokens.weight' has three segments.
-    names = [name for s in segments for name in re.split(r"[./]", s.lower())]
-    return any(
-        all(fnmatch.fnmatchcase(n, w) for n, w in zip(names[i:], wanted, strict=False))
-        for i in range(len(names) - len(wanted) + 1)
-    )
-
-
-def _is_below_matrix(segments: Segments, shape: Shape) -> bool:
-    del segments
-    return len(shape) < 2
-
-
-def _is_depthwise(segments: Segments, shape: Shape) -> bool:
-    del segments
-    return len(shape) > 2 and shape[-2] == 1 and max(shape[:-2]) > 1
-
-
-def _is_stacked_vector(segments: Segments, shape: Shape) -> bool:
-    del shape
-    names = ("bias", "*_bias", "scale", "*_scale")
-    return bool(segments) and any(fnmatch.fnmatchcase(segments[-1].lower(), n) for n in names)
-
-
-_EMBEDDINGS = (
-    "embed",
-    "embed_tokens",
-    "embedder",
-    "embedding",
-    "embeddings",
-    "input_embedding",
-    *(
-        f"{what}_{name}"
-        for what in ("tok", "token", "pos", "position", "word")
-        for name in ("emb", "embed", "embedder", "embedding", "embeddings")
-    ),
-    "wte",
-    "wpe",
-    "cls",
-    "cls_token",
-)
-_HEADS = (
-    "classifier",
-    "head",
-    "lm_head",
-    "logits",
-    "logits_dense",
-    "output_head",
-    "to_logits",
-    "unembed",
-    "unembedding",
-)
-
-_DEFAULT_RULES = (
-    Rule(_is_below_matrix, "adam", "fewer than two dims"),
-    Rule(_is_depthwise, "adam", "depthwise kernel"),
-    *(Rule(name, "adam", "embedding") for name in _EMBEDDINGS),
-    *(Rule(name, "adam", "head") for name in _HEADS),
-    *(Rule(name, "adam", "LoRA factor") for name in ("lora", "lora_*")),
-    Rule(_is_stacked_vector, "adam", "bias or scale"),
-)
-
-
-def default_rules() -> tuple[Rule, ...]:
-    """The rules used where none are given; what none of them matches is a matrix and gets Muon.
-
-    Returns:
-      An ordered tuple, to be put after rules of one's own: `partition=(Rule(...),
-      *default_rules())`.
-
-    Example:
-      >>> sorted({rule.reason for rule in default_rules()})[:3]
-      ['LoRA factor', 'bias or scale', 'depthwise kernel']
-    """
-    return _DEFAULT_RULES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,9 +98,12 @@ class Assignment:
 
 NOT_FLOAT = "not a floating-point leaf"
 NO_VIEW = "no matrix view declared"
+MATRIX = "weight matrix"
 
 Views = View | Any | Callable[[Any], Any]
 Partition = Sequence[Rule] | Any | Callable[[Any], Any]
+Choice = tuple[Label, str, View | None]
+Choose = Callable[[Segments, Shape], Choice]
 
 
 def is_float_leaf(leaf: Any) -> bool:
@@ -243,23 +130,22 @@ def assign(params: Any, views: Views = None, partition: Partition = None) -> Ass
 
     Raises:
       ValueError: listing every leaf that can't be what it was declared to be.
+      TypeError: for rules mixed with something else.
     """
     leaves = leaves_with_segments(params)
     treedef = jax.tree.structure(params)
     if not leaves:  # an empty tree, or the placeholder of optax.tree_map_params
         return Assignment((), treedef)
-    declared = views is not None
-    views = resolve(views, params)
-    floats = jax.tree.map(lambda x: x if is_float_leaf(x) else None, params)
-    if declared:
-        chosen = iter(align(views, floats, what="matrix views", is_leaf=is_view))
-        choose = lambda path, shape: _by_view(path, shape, next(chosen))  # noqa: E731
-    elif (rules := as_rules(partition)) is not None:
-        choose = lambda path, shape: _by_rules(path, shape, rules)  # noqa: E731
-    else:
-        labels = iter(align(resolve(partition, params), floats, what="labels"))
-        choose = lambda path, shape: _by_label(path, shape, next(labels))  # noqa: E731
-    decisions, problems = [], []
+    problems = [
+        f"{path_name(path)}: got {type(leaf).__name__} {short(leaf)}"
+        for path, leaf in leaves
+        if not _is_array(leaf)
+    ]
+    raise_together(
+        problems, "parameters must be arrays; leave these out (equinox.filter does), or use None:"
+    )
+    choose = _chooser(params, views, partition)
+    decisions = []
     for path, leaf in leaves:
         try:
             decisions.append(_decide(path, leaf, choose))
@@ -269,25 +155,62 @@ def assign(params: Any, views: Views = None, partition: Partition = None) -> Ass
     return Assignment(tuple(decisions), treedef)
 
 
+def _is_array(leaf: Any) -> bool:
+    is_scalar = isinstance(leaf, bool | int | float | complex | np.generic)
+    return is_scalar or (hasattr(leaf, "dtype") and hasattr(leaf, "shape"))
+
+
+def _chooser(params: Any, views: Views, partition: Partition) -> Choose:
+    """What decides: the views where there are any, then the rules or the labels."""
+    rules = as_rules(partition)
+    if views is None and rules is not None:
+        return lambda path, shape: _by_rules(path, shape, rules)
+    floats = jax.tree.map(lambda x: x if is_float_leaf(x) else None, params)
+    paths = [path for path, _ in leaves_with_segments(floats)]
+    if views is None:
+        labels = align(resolve(partition, params), floats, what="labels")
+        label_at = dict(zip(paths, labels, strict=True))
+        return lambda path, shape: _by_label(shape, label_at[path])
+    found = resolve(views, params)
+    if found is None:
+        return lambda path, shape: ("adam", "the function of matrix views returned None", None)
+    view_at = dict(
+        zip(paths, align(found, floats, what="matrix views", is_leaf=is_view), strict=True)
+    )
+    return lambda path, shape: _by_view(view_at[path])
+
+
 def resolve(tree: Any, params: Any) -> Any:
     """Calls a function of the parameters; a callable tree (a model) is a tree."""
-    is_function = callable(tree) and jax.tree_util.all_leaves([tree]) and not is_view(tree)
+    if isinstance(tree, jax.tree_util.Partial):
+        return tree(params)
+    is_leaf = jax.tree_util.all_leaves([tree]) and not is_view(tree)
+    is_function = callable(tree) and is_leaf and not isinstance(tree, type)
     return tree(params) if is_function else tree
 
 
 def as_rules(partition: Partition) -> tuple[Rule, ...] | None:
-    """The rules that the argument stands for; None where it is labels."""
+    """The rules that the argument stands for; None where it is labels.
+
+    Raises:
+      TypeError: for a single rule, or rules mixed with something else.
+    """
     if partition is None:
-        return _DEFAULT_RULES
-    if isinstance(partition, Sequence) and all(isinstance(r, Rule) for r in partition):
-        return tuple(partition)
-    return None
+        return default_rules()
+    if isinstance(partition, Rule):
+        raise TypeError(f"partition takes a sequence of rules, got one: write ({partition!r},)")
+    if isinstance(partition, str) or not isinstance(partition, Sequence):
+        return None
+    others = [p for p in partition if not isinstance(p, Rule)]
+    if others and len(others) < len(partition):
+        raise TypeError(
+            f"partition takes rules or labels, not both: got {short(others[0])} among rules (put a "
+            "star before default_rules() in a tuple of your own)"
+        )
+    return None if others else tuple(partition)
 
 
-Choice = tuple[Label, str, View | None]
-
-
-def _decide(path: Segments, leaf: Any, choose: Callable[[Segments, Shape], Choice]) -> Decision:
+def _decide(path: Segments, leaf: Any, choose: Choose) -> Decision:
     shape, dtype = tuple(jnp.shape(leaf)), str(_dtype(leaf))
     if not is_float_leaf(leaf):
         return Decision(path, shape, dtype, "frozen", NOT_FLOAT)
@@ -296,13 +219,12 @@ def _decide(path: Segments, leaf: Any, choose: Callable[[Segments, Shape], Choic
     return Decision(path, shape, dtype, label, reason, bound)
 
 
-def _by_view(path: Segments, shape: Shape, view: View | None) -> Choice:
-    del path, shape
+def _by_view(view: View | None) -> Choice:
     if view is None:
         return "adam", "no matrix view in the given tree", None
     if not is_view(view):
         raise ValueError(
-            f"a matrix view must be MuonDimensionNumbers, MatrixView or None, got {view!r}"
+            f"a matrix view must be MuonDimensionNumbers, MatrixView or None, got {short(view)}"
         )
     return "muon", "matrix view given", view
 
@@ -310,38 +232,82 @@ def _by_view(path: Segments, shape: Shape, view: View | None) -> Choice:
 def _by_rules(path: Segments, shape: Shape, rules: Sequence[Rule]) -> Choice:
     rule = next((r for r in rules if r.matches(path, shape)), None)
     if rule is not None:
-        return _by_label(path, shape, rule.label, rule.reason)
+        return _by_label(shape, rule.label, rule.reason, f" by the rule {rule}")
+    if len(shape) < 2:
+        return "adam", "fewer than two dims", None
     if len(shape) > 2:
         return "adam", NO_VIEW, None
-    return _by_label(path, shape, "muon", "weight matrix")
+    return _by_label(shape, "muon", MATRIX)
 
 
-def _by_label(path: Segments, shape: Shape, label: Any, reason: str = "label given") -> Choice:
-    del path
-    if label not in LABELS:
-        raise ValueError(f"shape {shape}, label {label!r}: must be one of {LABELS}")
-    if label != "muon":
-        return label, reason, None
-    if len(shape) != 2:
+def _by_label(shape: Shape, label: Any, reason: str = "label given", by: str = "") -> Choice:
+    if not (isinstance(label, str) and label in LABELS):
+        raise ValueError(f"shape {shape}, label {short(label)}: must be one of {LABELS}")
+    if label == "muon":
+        return "muon", reason, _plain_matrix(shape, by)
+    return ("adam" if label == "adam" else "frozen"), reason, None
+
+
+def _plain_matrix(shape: Shape, by: str) -> View:
+    if len(shape) < 2:
         raise ValueError(
-            f"shape {shape}, labelled 'muon': a leaf that isn't two-dimensional needs a matrix "
-            "view (muon_weight_dimension_numbers)"
+            f"shape {shape}, labelled 'muon'{by}: Muon needs two dims; label it 'adam'"
         )
-    return "muon", reason, MuonDimensionNumbers(0, 1)
+    if len(shape) > 2:
+        raise ValueError(
+            f"shape {shape}, labelled 'muon'{by}: a leaf of three or more dims needs a matrix view "
+            "(muon_weight_dimension_numbers)"
+        )
+    return MuonDimensionNumbers(0, 1)
 
 
 def check_rules(partition: Partition, params: Any) -> None:
-    """Raises for rules of the user's own that match no leaf, as a mistyped name does."""
-    places = leaves_with_segments(params, lambda x: x is None or is_masked(x))
-    if not places:
+    """Raises for rules of the user's own that decide nothing, as a mistyped name does.
+
+    Where parts of the tree are masked, a rule may be meant for what is there: a warning then.
+
+    Raises:
+      ValueError: for rules that match no leaf, or lose each leaf to an earlier rule that says
+        otherwise.
+    """
+    places = leaves_with_segments(params, is_absent)
+    rules = as_rules(partition) or ()
+    own = [rule for rule in rules if rule not in default_rules()]
+    if not places or not own:
         return
-    unused = [
-        f"{rule.pattern!r} -> {rule.label!r}"
-        for rule in as_rules(partition) or ()
-        if rule not in _DEFAULT_RULES
-        and not any(rule.matches(path, getattr(leaf, "shape", ())) for path, leaf in places)
+    names = f"{', '.join(_names(places))}:"
+    unused = [str(r) for r in own if not any(_may_match(r, *place) for place in places)]
+    if unused and any(is_masked(leaf) for _, leaf in places):
+        text = "\n  ".join(
+            ["these rules match no leaf outside the masked parts; there are " + names, *unused]
+        )
+        warnings.warn(text, MuonWarning, stacklevel=2)
+        unused = []
+    raise_together(unused, "these rules match no leaf of " + names)
+    raise_together(
+        [text for rule in own if (text := _overruled(rule, rules, places))],
+        "these rules decide nothing; the first rule that matches a leaf wins:",
+    )
+
+
+def _may_match(rule: Rule, path: Segments, leaf: Any) -> bool:
+    """Whether the rule matches; a function can't be asked about a leaf that isn't there."""
+    is_text = not callable(rule.pattern)
+    return rule.matches(path, jnp.shape(leaf)) if is_text or not is_absent(leaf) else True
+
+
+def _overruled(rule: Rule, rules: Sequence[Rule], places: Sequence[tuple[Segments, Any]]) -> str:
+    """How each leaf that the rule matches goes to earlier rules of another label, if so."""
+    matched = [(p, x) for p, x in places if _may_match(rule, p, x)]
+    if any(is_absent(leaf) for _, leaf in matched):
+        return ""
+    winners = [
+        (path, next(r for r in rules if r.matches(path, jnp.shape(leaf)))) for path, leaf in matched
     ]
-    raise_together(unused, f"these rules match no leaf of {', '.join(_names(places))}:")
+    if any(winner.label == rule.label for _, winner in winners):
+        return ""
+    path, winner = winners[0]
+    return f"{rule}: an earlier rule, {winner}, takes {path_name(path)}"
 
 
 def _names(places: Sequence[tuple[Segments, Any]], most: int = 20) -> list[str]:
@@ -352,37 +318,75 @@ def warn_of_surprises(params: Any, assignment: Assignment) -> None:
     """Warns, once for each kind, of what was probably not meant."""
     decisions = assignment.decisions
     if decisions and not any(d.label == "muon" for d in decisions):
-        _warn("no leaf gets Muon; all of them get AdamW or are frozen", decisions)
-    _warn(
+        reasons = ", ".join(dict.fromkeys(d.reason for d in decisions))
+        warn_about(
+            f"no leaf gets Muon; all of them get AdamW or are frozen (reasons: {reasons})",
+            decisions,
+        )
+    warn_about(
         "leaves with three or more dims and no declared matrix view get AdamW; declare their views "
         "with muon_weight_dimension_numbers (flax_matrix_views makes them for Flax models)",
         [d for d in decisions if d.reason == NO_VIEW],
     )
-    _warn(
+    warn_about(
         "leaves that look like stacked vectors (first dim as that of a stack beside them) get Muon",
         _undeclared_stacks(decisions),
     )
-    _warn("one array under several paths has different optimizers", _split_ties(params, decisions))
+    warn_about(
+        "leaves in containers registered without names (jax.tree_util.register_pytree_node) get "
+        "Muon by rules that can't see what they are",
+        [d for d in decisions if d.reason == MATRIX and has_unnamed(d.segments)],
+    )
+    warn_about(
+        "one array under several paths has different optimizers", _split_ties(params, decisions)
+    )
 
 
-def _warn(message: str, decisions: Sequence[Decision]) -> None:
-    if decisions:
-        names = ", ".join(f"{d.path} {d.shape}" for d in decisions[:8])
-        more = f" and {len(decisions) - 8} more" if len(decisions) > 8 else ""
-        warnings.warn(f"{message}: {names}{more}", MuonWarning, stacklevel=2)
+class _Named(Protocol):
+    @property
+    def path(self) -> str: ...
+    @property
+    def shape(self) -> Shape: ...
+
+
+def warn_about(message: str, leaves: Sequence[_Named]) -> None:
+    """One warning for all these leaves; nothing where there are none."""
+    if leaves:
+        names = ", ".join(f"{leaf.path} {leaf.shape}" for leaf in leaves[:8])
+        more = f" and {len(leaves) - 8} more" if len(leaves) > 8 else ""
+        warnings.warn(f"{message}: {names}{more}", MuonWarning, stacklevel=3)
 
 
 def _undeclared_stacks(decisions: Sequence[Decision]) -> list[Decision]:
-    stacks = {(d.segments[:-1], d.shape[0]) for d in decisions if d.reason == NO_VIEW}
-    return [
-        d
+    """Muon's 2-D leaves beside, or in one subtree of equal first dims with, a leaf of three dims.
+
+    A scanned block gives all its leaves the number of layers as first dim.
+    """
+    first_dims: dict[Segments, set[int]] = {}
+    for d in decisions:
+        if d.reason != NOT_FLOAT:
+            for above in _ancestors(d):
+                first_dims.setdefault(above, set()).add(d.shape[0] if d.shape else 0)
+    stacked = [d for d in decisions if d.reason == NO_VIEW]
+    beside = {(_ancestors(d)[0], d.shape[0]) for d in stacked}
+    blocks = {(a, d.shape[0]) for d in stacked for a in _ancestors(d) if len(first_dims[a]) == 1}
+    plain = [
+        (d, [(above, d.shape[0]) for above in _ancestors(d)])
         for d in decisions
-        if d.label == "muon" and len(d.shape) == 2 and (d.segments[:-1], d.shape[0]) in stacks
+        if d.reason == MATRIX
     ]
+    return [d for d, places in plain if places[0] in beside or not blocks.isdisjoint(places)]
+
+
+def _ancestors(decision: Decision) -> list[Segments]:
+    """The paths above a leaf, nearest first."""
+    names = words(decision.segments)
+    return [names[:n] for n in range(max(len(names) - 1, 0), -1, -1)]
 
 
 def _split_ties(params: Any, decisions: Sequence[Decision]) -> list[Decision]:
     groups: dict[int, list[Decision]] = {}
     for leaf, decision in zip(jax.tree.leaves(params), decisions, strict=True):
-        groups.setdefault(id(leaf), []).append(decision)
+        if isinstance(leaf, jax.Array | np.ndarray):
+            groups.setdefault(id(leaf), []).append(decision)
     return [d for g in groups.values() if len({d.label for d in g}) > 1 for d in g]

@@ -3,10 +3,11 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from muon_optax.matrix_view import BoundView
 from muon_optax.partition import Decision, Partition, Views, assign, check_rules
@@ -75,7 +76,8 @@ class ParameterReport:
 
     def _summary(self) -> str:
         parts = [
-            f"{n}: {leaves} leaves, {size:,} elements" for n, (leaves, size) in self.totals.items()
+            f"{n}: {leaves} {'leaf' if leaves == 1 else 'leaves'}, {size:,} elements"
+            for n, (leaves, size) in self.totals.items()
         ]
         return "; ".join(parts) or "no parameters"
 
@@ -120,7 +122,7 @@ def report(
       path        shape   matrices     optimizer  scale  reason
       mlp/bias    16                   adam              fewer than two dims
       mlp/kernel  4 x 16  1 of 4 x 16  muon       2      weight matrix
-      adam: 1 leaves, 16 elements; muon: 1 leaves, 64 elements
+      adam: 1 leaf, 16 elements; muon: 1 leaf, 64 elements
     """
     assignment = assign(params, muon_weight_dimension_numbers, partition)
     check_rules(partition, params)
@@ -130,7 +132,7 @@ def report(
 
 def _row(decision: Decision, scaling: Scaling) -> ParameterRow:
     matrices = () if decision.view is None else decision.view.matrices
-    factor = cast(float, scaling.multiplier)
+    factor = float(np.asarray(scaling.multiplier))
     scales = tuple(scaling.base(m, n) * factor for _, m, n in matrices)
     d = decision
     return ParameterRow(d.path, d.shape, d.dtype, d.label, d.reason, matrices, scales)
@@ -159,63 +161,86 @@ def update_stats(
 ) -> dict[str, UpdateStats]:
     """RMS and range of singular values of Muon's updates, to be logged in training.
 
-    The range comes from a few Lanczos steps on each matrix's Gram matrix, about the cost of one
-    Newton-Schulz
-    product: both ends are estimates from inside, exact for matrices with no more than `steps` rows
-      or columns.
+    The range comes from a few Lanczos steps on each matrix's Gram matrix, cheaper than one
+    Newton-Schulz product: both ends are estimates from inside, exact (to rounding) for matrices
+    with no more than `steps` rows or columns.
 
     Args:
       updates: updates as `muon` gives them (or any tree of its structure); jit-compatible.
       muon_weight_dimension_numbers: as given to `muon`.
       partition: as given to `muon`.
-      steps: Lanczos steps.
+      steps: Lanczos steps, 1 or more.
 
     Returns:
-      The figures of each Muon leaf, by path.
+      The figures of each Muon leaf, by path. All are 0 for an empty leaf, and NaN where an update
+      holds NaN or infinity.
+
+    Raises:
+      ValueError: for less than one step, or as `report` does.
 
     Example:
       >>> stats = update_stats({"w": jnp.diag(jnp.array([3.0, 4.0]))})["w"]
       >>> [round(float(x), 4) for x in stats]
       [2.5, 3.0, 4.0]
     """
+    if steps < 1:
+        raise ValueError(f"steps must be 1 or more, got {steps}")
     decisions = assign(updates, muon_weight_dimension_numbers, partition).decisions
     pairs = zip(decisions, jax.tree.leaves(updates), strict=True)
     return {path_name(d.segments): _stats(x, d.view, steps) for d, x in pairs if d.view is not None}
 
 
 def _stats(x: jax.Array, view: BoundView, steps: int) -> UpdateStats:
+    x = jnp.asarray(x)
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    if x.size == 0:
+        return UpdateStats(*[jnp.zeros((), x.real.dtype)] * 3)
     ranges = [_sigma_range(matrices, steps) for matrices in view.split(x)]
     low = jnp.min(jnp.stack([low for low, _ in ranges]))
     high = jnp.max(jnp.stack([high for _, high in ranges]))
-    return UpdateStats(jnp.sqrt(jnp.mean(jnp.abs(x) ** 2)), low, high)
+    size = _scale_of(x)
+    return UpdateStats(size * jnp.sqrt(jnp.mean(jnp.abs(x / size) ** 2)), low, high)
+
+
+def _scale_of(x: jax.Array, axis: tuple[int, ...] | None = None) -> jax.Array:
+    """The largest absolute value, kept as dims of 1 for a given axis; 1 where all are zero."""
+    size = jnp.max(jnp.abs(x), axis=axis, keepdims=axis is not None)
+    return jnp.where(size == 0, jnp.ones_like(size), size)
 
 
 def _sigma_range(x: jax.Array, steps: int) -> tuple[jax.Array, jax.Array]:
     """Smallest and largest singular value in a stack (batch, m, n), by Lanczos."""
     x = x if x.shape[1] <= x.shape[2] else x.mT
-    rows = x.shape[1]
+    size = _scale_of(x, (1, 2))
+    x = x / size  # squares neither overflow nor vanish
+    batch, rows, _ = x.shape
     steps = min(steps, rows)
     directions = jax.random.normal(jax.random.key(0), (steps, rows), x.dtype)
     directions /= jnp.linalg.norm(directions, axis=-1, keepdims=True)
-    basis = [jnp.broadcast_to(directions[0], x.shape[:2])]
-    for direction in directions[1:]:
-        v = _gram_times(x, basis[-1])
+
+    def grow(k: jax.Array, basis: jax.Array) -> jax.Array:
+        v = _gram_times(x, basis[:, k - 1])
         # A little of a fresh direction goes on where Lanczos would stop, as it does at once on a
         # polar factor.
         length = jnp.linalg.norm(v, axis=-1, keepdims=True)
-        v = v + 1e-3 * jnp.where(length > 0, length, 1) * direction
+        v = v + 1e-3 * jnp.where(length > 0, length, 1) * directions[k]
         for _ in range(2):  # twice is enough
-            v = v - sum(b * jnp.sum(b.conj() * v, -1, keepdims=True) for b in basis)
-        basis.append(v / jnp.linalg.norm(v, axis=-1, keepdims=True))
-    q = jnp.stack(basis, axis=1)
-    projected = jnp.einsum("bki,bij->bkj", q.conj(), x)
-    values = jnp.linalg.svd(projected, compute_uv=False)
+            v = v - _einsum("bki,bk->bi", basis, _einsum("bki,bi->bk", basis.conj(), v))
+        return basis.at[:, k].set(v / jnp.linalg.norm(v, axis=-1, keepdims=True))
+
+    start = jnp.zeros((batch, steps, rows), x.dtype).at[:, 0].set(directions[0])
+    basis = jax.lax.fori_loop(1, steps, grow, start)
+    projected = _einsum("bki,bij->bkj", basis.conj(), x)
+    values = jnp.linalg.svd(projected, compute_uv=False) * size[:, 0]
     return jnp.min(values), jnp.max(values)
 
 
 def _gram_times(x: jax.Array, v: jax.Array) -> jax.Array:
-    return jnp.einsum("bij,bj->bi", x, jnp.einsum("bij,bi->bj", x.conj(), v))
+    return _einsum("bij,bj->bi", x, _einsum("bij,bi->bj", x.conj(), v))
+
+
+def _einsum(indices: str, *operands: jax.Array) -> jax.Array:
+    return jnp.einsum(indices, *operands, precision=jax.lax.Precision.HIGHEST)
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -231,10 +256,11 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def rich_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> Any:
     """The same table for rich (the `report` extra)."""
     from rich.table import Table  # rich is optional
+    from rich.text import Text
 
     table = Table(title=title, caption=note)
     for name in header:
         table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # names may hold what rich takes for markup
     return table

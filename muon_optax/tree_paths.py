@@ -4,23 +4,27 @@ Labels, views and shardings are often written as plain dicts while the parameter
 a dataclass or a tree with masked nodes. Aligning by path lets all of these meet.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import optax
-from jax.tree_util import GetAttrKey, KeyPath
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, KeyPath
 
 __all__ = [
     "Segments",
     "align",
     "cast_like",
     "graft",
+    "has_unnamed",
+    "is_absent",
     "is_masked",
     "leaves_with_segments",
     "path_name",
     "raise_together",
     "segments_of",
+    "short",
 ]
 
 Segments = tuple[str, ...]
@@ -31,17 +35,27 @@ def is_masked(x: object) -> bool:
     return isinstance(x, optax.MaskedNode)
 
 
-def _canonical(path: KeyPath) -> KeyPath:
-    # Flax variables (NNX Param, Linen's boxes) show up as one more attribute, `value`, in
-    # parameters but not in the updates that NNX hands to optax.
-    if path and isinstance(path[-1], GetAttrKey) and path[-1].name == "value":
-        return path[:-1]
-    return path
+def is_absent(x: object) -> bool:
+    """Whether `x` marks a place without a leaf: None or `optax.MaskedNode`."""
+    return x is None or is_masked(x)
 
 
 def segments_of(path: KeyPath) -> Segments:
-    """The path's keys as strings, without the wrapper that Flax puts around each variable."""
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in _canonical(path))
+    """The path's keys as strings; a tuple key of a flattened dict is several of them."""
+    return tuple(name for key in path for name in _names(key))
+
+
+def _names(key: Any) -> tuple[str, ...]:
+    if isinstance(key, DictKey) and isinstance(key.key, tuple):
+        return tuple(map(str, key.key))
+    if isinstance(key, FlattenedIndexKey):  # a container registered without the names of its parts
+        return (f"<{key.key}>",)
+    return (jax.tree_util.keystr((key,), simple=True),)
+
+
+def has_unnamed(segments: Segments) -> bool:
+    """Whether a container on the path was registered without names, so that rules can't see any."""
+    return any(s.startswith("<") and s.endswith(">") and s[1:-1].isdigit() for s in segments)
 
 
 def path_name(segments: Segments) -> str:
@@ -54,12 +68,43 @@ def path_name(segments: Segments) -> str:
     return "/".join(segments) or "(root)"
 
 
+def short(x: Any, most: int = 80) -> str:
+    """A value's repr on one line, cut where it is long."""
+    text = " ".join(repr(x).split())
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+@functools.cache
+def _is_box(kind: type) -> bool:
+    """Whether a type is what Flax wraps variables in: an NNX Variable, or a Linen box."""
+    boxes = {("flax.nnx.variablelib", "Variable"), ("flax.core.meta", "AxisMetadata")}
+    return any((c.__module__, c.__name__) in boxes for c in kind.__mro__)
+
+
 def leaves_with_segments(
     tree: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> list[tuple[Segments, Any]]:
-    """The tree's leaves with their paths, in flattening order."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    return [(segments_of(path), leaf) for path, leaf in flat]
+    """The tree's leaves with their paths, in flattening order.
+
+    Flax's wrappers of variables leave no trace in the paths: parameters have them, but not the
+    updates that NNX hands to optax.
+    """
+    return [(segments_of(path), leaf) for path, leaf in _unboxed(tree, is_leaf)]
+
+
+def _unboxed(tree: Any, is_leaf: Callable[[Any], bool] | None) -> list[tuple[KeyPath, Any]]:
+    def stops(x: Any) -> bool:
+        is_inner_box = x is not tree and _is_box(type(x))
+        return is_inner_box or (is_leaf is not None and is_leaf(x))
+
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=stops)
+    leaves = []
+    for path, leaf in flat:
+        is_wrapped = _is_box(type(tree)) and path[:1] == (GetAttrKey("value"),)
+        is_inner_box = leaf is not tree and _is_box(type(leaf))
+        inner = _unboxed(leaf, is_leaf) if is_inner_box else [((), leaf)]
+        leaves += [((*path[is_wrapped:], *rest), x) for rest, x in inner]
+    return leaves
 
 
 def align(
@@ -70,7 +115,8 @@ def align(
     Args:
       prefix: a tree with an entry for each leaf of `tree` or for a subtree above it. None is an
         entry.
-      tree: the tree to spread over. None and `optax.MaskedNode` are places without a leaf.
+      tree: the tree to spread over. None and `optax.MaskedNode` are places without a leaf, or
+        without a whole subtree; entries for what would be there are allowed.
       what: what the entries are, for messages.
       is_leaf: what counts as one entry of `prefix` besides None and `optax.MaskedNode`.
 
@@ -86,28 +132,29 @@ def align(
     """
 
     def is_entry(x: Any) -> bool:
-        return x is None or is_masked(x) or (is_leaf is not None and is_leaf(x))
+        return is_absent(x) or (is_leaf is not None and is_leaf(x))
 
     entries = dict(leaves_with_segments(prefix, is_entry))
-    places = leaves_with_segments(tree, lambda x: x is None or is_masked(x))
-    leaves = [(path, leaf) for path, leaf in places if leaf is not None and not is_masked(leaf)]
+    places = leaves_with_segments(tree, is_absent)
+    absent = {path: None for path, leaf in places if is_absent(leaf)}
+    leaves = [(path, leaf) for path, leaf in places if path not in absent]
     owners = {path: owner for path, _ in places if (owner := _owner(path, entries)) is not None}
     problems = [
-        f"  {path_name(path)}: a leaf of shape {getattr(leaf, 'shape', ())} without an entry"
+        f"{path_name(path)}: a leaf of shape {getattr(leaf, 'shape', ())} without an entry"
         for path, leaf in leaves
         if path not in owners or is_masked(entries[owners[path]])
     ]
     used = set(owners.values())
     problems += [
-        f"  {path_name(path)}: an entry ({entry}) that no leaf has"
+        f"{path_name(path)}: an entry ({short(entry)}) that no leaf has"
         for path, entry in entries.items()
-        if path not in used and not is_masked(entry)
+        if path not in used and not is_masked(entry) and _owner(path, absent) is None
     ]
-    if problems:
-        raise ValueError(
-            f"the tree of {what} doesn't match the parameters; each leaf needs one entry, at its "
-            "path or above it:\n" + "\n".join(problems)
-        )
+    raise_together(
+        problems,
+        f"the tree of {what} doesn't match the parameters; each leaf needs one entry, at its path "
+        "or above it:",
+    )
     return [entries[owners[path]] for path, _ in leaves]
 
 
@@ -126,11 +173,27 @@ def raise_together(problems: Sequence[str], headline: str) -> None:
 
 
 def graft(tree: Any, structure: Any) -> Any:
-    """The leaves of `tree` in the containers of `structure`; NNX changes its own between calls."""
-    return jax.tree.structure(structure).unflatten(jax.tree.leaves(tree))
+    """The leaves of `tree` in the containers of `structure`, by path.
+
+    NNX changes its containers between calls, and a restored checkpoint may have other ones, which
+    flatten in another order.
+
+    Raises:
+      ValueError: listing every path that only one of the two trees has.
+    """
+    return jax.tree.structure(structure).unflatten([new for new, _ in _pairs(tree, structure)])
 
 
 def cast_like(new: Any, old: Any) -> Any:
     """The leaves of `new` in the dtypes and containers of `old`: a state keeps its type."""
-    leaves = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-    return jax.tree.structure(old).unflatten([n.astype(o.dtype) for n, o in leaves])
+    return jax.tree.structure(old).unflatten([n.astype(o.dtype) for n, o in _pairs(new, old)])
+
+
+def _pairs(tree: Any, structure: Any) -> list[tuple[Any, Any]]:
+    """Leaves at the same path, in the flattening order of `structure`."""
+    have, want = dict(leaves_with_segments(tree)), leaves_with_segments(structure)
+    missing = [path_name(path) for path, _ in want if path not in have]
+    wanted = {path for path, _ in want}
+    missing += [path_name(path) for path in have if path not in wanted]
+    raise_together(missing, "two trees of one structure are needed; only one of them has:")
+    return [(have[path], leaf) for path, leaf in want]
