@@ -1,0 +1,140 @@
+"""Wrappers around optax's transformations: dtypes, order and need of parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from running import dtypes, first_update, run
+
+from muon_optax.wrappers import chain_in_order, decayed_weights, in_float32, in_parameter_layout
+
+PARAMS = {"w": jnp.array([1.0, 2.0]), "b": jnp.array(3.0)}
+
+
+def halved(tree, dtype=jnp.bfloat16):
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_updates_are_formed_in_float32_and_rounded_once(dtype):
+    def formed(updates, params):
+        assert updates.dtype == params.dtype == jnp.float32
+        return 1e-3 * updates + 1e-4 * params
+
+    tx = in_float32(optax.stateless(formed))
+    grad, param = jnp.asarray(1.0, dtype), jnp.asarray(3.0, dtype)
+    update = first_update(tx, grad, param)
+    assert update.dtype == dtype
+    np.testing.assert_array_equal(update, jnp.asarray(np.float32(1e-3 + 3e-4), dtype))
+
+
+def test_wide_leaves_keep_their_width():
+    tx = in_float32(optax.scale(2.0))
+    with jax.enable_x64(True):
+        grad = {"d": jnp.array(1 / 3, jnp.float64), "c": jnp.array(1 + 2j, jnp.complex64)}
+        update = first_update(tx, grad)
+        assert update["d"].dtype == jnp.float64
+        assert float(update["d"]) == 2 / 3
+        assert update["c"].dtype == jnp.complex64
+        assert complex(update["c"]) == 2 + 4j
+
+
+def test_a_state_keeps_its_dtypes_and_containers():
+    tx = in_float32(optax.scale_by_adam())
+    params = halved(PARAMS)
+    _, new, _ = run(tx, params, [params])
+    assert jax.tree.structure(new) == jax.tree.structure(tx.init(params))
+    assert dtypes(new) == dtypes(tx.init(params))
+
+
+def test_extra_arguments_get_through():
+    def scaled(updates, state, params=None, *, value=1.0, **_):
+        return updates * value, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), scaled)
+    tx = in_float32(inner)
+    update, _ = tx.update(jnp.full(2, 2.0, jnp.bfloat16), optax.EmptyState(), value=3.0)
+    np.testing.assert_array_equal(update, [6, 6])
+
+
+def test_state_has_the_values_and_dtypes_of_the_inner_one():
+    inner = optax.chain(optax.scale_by_adam(mu_dtype=jnp.bfloat16), optax.scale(-1.0))
+    want, got = inner.init(PARAMS), in_parameter_layout(inner).init(PARAMS)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (g.dtype, g.shape, g.weak_type) == (w.dtype, w.shape, False)
+        np.testing.assert_array_equal(g, w)
+
+
+def test_state_is_complex_where_the_parameter_is():
+    tx = in_parameter_layout(optax.trace(0.9, accumulator_dtype=jnp.bfloat16))
+    state = tx.init({"c": jnp.ones(2, jnp.complex64), "r": jnp.ones(2)})
+    assert [x.dtype for x in jax.tree.leaves(state)] == [jnp.complex64, jnp.bfloat16]
+
+
+def test_state_lies_where_the_parameters_lie_without_a_context():
+    mesh = jax.make_mesh((1,), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    params = jax.device_put(jnp.ones(4), sharding)
+    _, mu, nu = jax.tree.leaves(jax.jit(in_parameter_layout(optax.scale_by_adam()).init)(params))
+    assert mu.sharding == nu.sharding == sharding
+
+
+def test_masked_and_missing_leaves():
+    params = {"a": optax.MaskedNode(), "b": None, "c": jnp.ones(2)}
+    got, want = (f(optax.scale_by_adam()).init(params) for f in (in_parameter_layout, lambda f: f))
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+
+
+def test_the_order_of_updates_is_not_that_of_states():
+    counted = optax.scale_by_schedule(lambda count: 10.0 + count)
+    tx = chain_in_order([optax.trace(0.5), counted], (1, 0))
+    one = jnp.array(1.0)
+    updates, (trace, schedule), _ = run(tx, one, [one, one])
+    np.testing.assert_array_equal(updates, [10, 11 + 0.5 * 10])
+    assert isinstance(trace, optax.TraceState)
+    assert int(schedule.count) == 2
+
+
+def test_in_the_given_order_it_is_a_chain():
+    parts = (optax.scale_by_adam(), optax.add_decayed_weights(0.1), optax.scale(-1.0))
+    ours, theirs = chain_in_order(parts, (0, 1, 2)), optax.chain(*parts)
+    got, want = run(ours, PARAMS, [PARAMS, PARAMS]), run(theirs, PARAMS, [PARAMS, PARAMS])
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+ZEROS = [0, 0.0, np.float32(0), np.float64(0), jnp.zeros(()), jnp.zeros((), jnp.bfloat16)]
+
+
+@pytest.mark.parametrize("zero", ZEROS)
+def test_no_decay_needs_no_parameters(zero):
+    tx = decayed_weights(zero, None)
+    update, _ = tx.update(PARAMS, tx.init(PARAMS), None)
+    assert update is PARAMS
+
+
+@pytest.mark.parametrize("decay", [0.1, np.float32(0.1), lambda count: 0.1])
+def test_decay_needs_parameters(decay):
+    tx = decayed_weights(decay, None)
+    np.testing.assert_allclose(first_update(tx, PARAMS)["w"], 1.1 * PARAMS["w"], rtol=1e-6)
+    with pytest.raises(ValueError, match="you are not passing `params`"):
+        tx.update(PARAMS, tx.init(PARAMS), None)
+
+
+def test_a_traced_decay_is_taken_for_some():
+    def decayed(decay):
+        return first_update(decayed_weights(decay, None), PARAMS)["b"]
+
+    np.testing.assert_allclose(jax.vmap(decayed)(jnp.array([0.0, 1.0])), [3, 6])
+
+
+@pytest.mark.parametrize("mask", [None, {"w": True, "b": False}, lambda p: {"w": True, "b": False}])
+def test_the_state_does_not_tell_whether_decay_is_zero(mask):
+    structures = [
+        jax.tree.structure(decayed_weights(decay, mask).init(PARAMS)) for decay in (0.0, 0.1)
+    ]
+    assert structures[0] == structures[1]
+    update = first_update(decayed_weights(0.0, mask), PARAMS)
+    jax.tree.map(np.testing.assert_array_equal, update, PARAMS)
