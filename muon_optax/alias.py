@@ -18,7 +18,7 @@ from muon_optax.momentum import MomentumForm
 from muon_optax.partition import Partition, Views
 from muon_optax.polar import Method, PrecisionName, Preconditioning
 from muon_optax.scaling import Scale
-from muon_optax.sharding.execute import Orthogonalizer
+from muon_optax.sharding.local import Orthogonalizer
 from muon_optax.transform import Coefficients, scale_by_muon, scale_by_shape
 from muon_optax.wrappers import (
     chain_in_order,
