@@ -106,7 +106,7 @@ def _check_patterns(stacks: Sequence[Rule], params: Any) -> None:
     unused = [
         repr(rule.pattern)
         for rule in stacks
-        if places and not any(rule.matches(path, jnp.shape(x)) for path, x in places)
+        if places and not any(rule.matches(path, ()) for path, _ in places)
     ]
     found = ", ".join(path_name(path) for path, _ in places[:20])
     raise_together(unused, f"these patterns of `scanned` match nothing among {found}:")
@@ -116,7 +116,7 @@ def _leaves(params: Any, stacks: Sequence[Rule]) -> list[_Leaf]:
     shapes, scanned = {}, {}
     for path, x in leaves_with_segments(params):
         if is_float_leaf(x):
-            scanned[path] = any(rule.matches(path, jnp.shape(x)) for rule in stacks)
+            scanned[path] = any(rule.matches(path, ()) for rule in stacks)
             shapes[path] = tuple(jnp.shape(x))[scanned[path] :]
     by_name = {words(path): shape for path, shape in shapes.items()}
     return [

@@ -275,39 +275,38 @@ def check_rules(partition: Partition, params: Any) -> None:
     own = [rule for rule in rules if rule not in default_rules()]
     if not places or not own:
         return
+    matched = [(rule, [p for p in places if _may_match(rule, *p)]) for rule in own]
+    unused = [str(rule) for rule, found in matched if not found]
     names = f"{', '.join(_names(places))}:"
-    unused = [str(r) for r in own if not any(_may_match(r, *place) for place in places)]
     if unused and any(is_masked(leaf) for _, leaf in places):
-        text = "\n  ".join(
-            ["these rules match no leaf outside the masked parts; there are " + names, *unused]
-        )
-        warnings.warn(text, MuonWarning, stacklevel=2)
+        headline = f"these rules match no leaf outside the masked parts; there are {names}"
+        warnings.warn("\n  ".join([headline, *unused]), MuonWarning, stacklevel=3)
         unused = []
-    raise_together(unused, "these rules match no leaf of " + names)
+    raise_together(unused, f"these rules match no leaf of {names}")
+    losers = [(rule, _winner(rule, rules, found)) for rule, found in matched if found]
     raise_together(
-        [text for rule in own if (text := _overruled(rule, rules, places))],
+        [f"{rule}: an earlier rule, {winner}" for rule, winner in losers if winner],
         "these rules decide nothing; the first rule that matches a leaf wins:",
     )
 
 
 def _may_match(rule: Rule, path: Segments, leaf: Any) -> bool:
     """Whether the rule matches; a function can't be asked about a leaf that isn't there."""
-    is_text = not callable(rule.pattern)
-    return rule.matches(path, jnp.shape(leaf)) if is_text or not is_absent(leaf) else True
+    if is_absent(leaf):
+        return callable(rule.pattern) or rule.matches(path, ())
+    return rule.matches(path, jnp.shape(leaf))
 
 
-def _overruled(rule: Rule, rules: Sequence[Rule], places: Sequence[tuple[Segments, Any]]) -> str:
-    """How each leaf that the rule matches goes to earlier rules of another label, if so."""
-    matched = [(p, x) for p, x in places if _may_match(rule, p, x)]
+def _winner(
+    rule: Rule, rules: Sequence[Rule], matched: Sequence[tuple[Segments, Any]]
+) -> str | None:
+    """What takes the first leaf that the rule matches, if all go to rules of other labels."""
     if any(is_absent(leaf) for _, leaf in matched):
-        return ""
-    winners = [
-        (path, next(r for r in rules if r.matches(path, jnp.shape(leaf)))) for path, leaf in matched
-    ]
-    if any(winner.label == rule.label for _, winner in winners):
-        return ""
-    path, winner = winners[0]
-    return f"{rule}: an earlier rule, {winner}, takes {path_name(path)}"
+        return None
+    first = [next(r for r in rules if r.matches(p, jnp.shape(leaf))) for p, leaf in matched]
+    if any(other.label == rule.label for other in first):
+        return None
+    return f"{first[0]}, takes {path_name(matched[0][0])}"
 
 
 def _names(places: Sequence[tuple[Segments, Any]], most: int = 20) -> list[str]:
