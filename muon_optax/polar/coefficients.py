@@ -117,7 +117,8 @@ def _polar_express(steps: int = 5) -> Schedule:
     rows = tuple(_safe(row) for row in _POLAR_EXPRESS[:steps])
     rows += (_PADE,) * (steps - len(rows))
     source = "Polar Express, arXiv 2505.16932, lower bound 1e-3, safety factor 1.01"
-    return _schedule("polar_express", rows, source)
+    restarts = tuple(step for step in (3, 5) if step < steps)
+    return _schedule("polar_express", rows, source, restarts=restarts)
 
 
 SCHEDULES: dict[str, Schedule] = {

@@ -8,15 +8,15 @@ adds a batch dimension, as a product with one is slower on CPU.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from muon_optax.polar.coefficients import Row, Schedule
 from muon_optax.polar.normalize import Map, identity, precondition
-from muon_optax.polar.symmetric import accumulator, hermitian_product
+from muon_optax.polar.symmetric import commuting_product, gram_matrix, product
 
 
 class Exchange(NamedTuple):
@@ -48,16 +48,15 @@ def standard(x: jax.Array, schedule: Schedule, *, axis: int, precision: str | No
     Returns:
       An array like `x`.
     """
-    product = functools.partial(hermitian_product, precision=precision)
 
     def square(a: jax.Array) -> jax.Array:
         a = a.astype(x.dtype)
-        return product(a, a)
+        return commuting_product(a, a, precision)
 
     for step, row in enumerate(schedule.rows):
-        a = product(x, x, axis=axis)
+        a = gram_matrix(x, axis, precision)
         if step == 0:
-            a, a2, scale = precondition(a, schedule.preconditioning, schedule.norm_factor, square)
+            a, a2, scale = precondition(a, schedule, square)
             x = _scaled(x, scale, axis)
         else:
             a2 = square(a)
@@ -88,17 +87,17 @@ def gram(
     Returns:
       An array like `x`.
     """
-    product = functools.partial(hermitian_product, precision=precision)
-    ends = (*schedule.restarts, len(schedule.rows))
-    for start, end in zip((0, *schedule.restarts), ends, strict=True):
-        r = exchange.reduce(product(x, x, axis=axis))
+
+    def square(r: jax.Array) -> jax.Array:
+        return commuting_product(r, r, precision)
+
+    for start, end in itertools.pairwise((0, *schedule.restarts, len(schedule.rows))):
+        r = exchange.reduce(gram_matrix(x, axis, precision))
         if start == 0:
-            r, r2, scale = precondition(
-                r, schedule.preconditioning, schedule.norm_factor, lambda r: product(r, r)
-            )
+            r, r2, scale = precondition(r, schedule, square)
             x = _scaled(x, exchange.spread(scale), axis)
         else:
-            r2 = product(r, r)
+            r2 = square(r)
         q = _gram_steps(schedule.rows[start:end], r, r2, precision)
         x = _apply(exchange.spread(q), x, axis, precision)
     return x
@@ -107,13 +106,13 @@ def gram(
 def _gram_steps(
     rows: tuple[Row, ...], r: jax.Array, r2: jax.Array, precision: str | None
 ) -> jax.Array:
-    """The product Q of some steps' factors. All are polynomials of R, so they commute."""
-    product = functools.partial(hermitian_product, precision=precision)
+    """The product Q of some steps' factors, all polynomials of R."""
+    times = functools.partial(commuting_product, precision=precision)
     q = factor = _factor(rows[0], r, r2)
     for row in rows[1:]:
-        r = product(product(r, factor), factor)
-        factor = _factor(row, r, product(r, r))
-        q = product(q, factor)
+        r = times(factor, times(r, factor))
+        factor = _factor(row, r, times(r, r))
+        q = times(factor, q)
     return q
 
 
@@ -125,19 +124,9 @@ def _factor(row: Row, a: jax.Array, a2: jax.Array) -> jax.Array:
 def _apply(factor: jax.Array, x: jax.Array, axis: int, precision: str | None) -> jax.Array:
     """``factor @ x``, or ``x @ factor.mT`` if `axis` is -2, rounded once."""
     factor = factor.astype(x.dtype)
-    batch = tuple(range(x.ndim - 2))
-    last = x.ndim - 1
-    left, right, contract = (
-        (factor, x, (last, last - 1)) if axis == -1 else (x, factor, (last, last))
-    )
-    product = lax.dot_general(
-        left,
-        right,
-        (((contract[0],), (contract[1],)), (batch, batch)),
-        precision=precision,
-        preferred_element_type=accumulator(x.dtype),
-    )
-    return product.astype(x.dtype)
+    if axis == -1:
+        return product(factor, x, (-1, -2), precision).astype(x.dtype)
+    return product(x, factor, (-1, -1), precision).astype(x.dtype)
 
 
 def _scaled(x: jax.Array, scale: jax.Array, axis: int) -> jax.Array:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from muon_optax.polar.coefficients import Preconditioning
+from muon_optax.polar.coefficients import Preconditioning, Schedule
 
 Map = Callable[[jax.Array], jax.Array]
 
@@ -39,7 +39,7 @@ def near_one(x: jax.Array, maximum: Map = identity) -> jax.Array:
 
 
 def precondition(
-    gram: jax.Array, kind: Preconditioning, norm_factor: float, square: Map
+    gram: jax.Array, schedule: Schedule, square: Map
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Divides X by a norm, given and returning what the first Newton–Schulz step needs of it.
 
@@ -54,27 +54,28 @@ def precondition(
 
     Args:
       gram: (..., m, m), float32, float64 or complex.
-      kind: One of the above.
-      norm_factor: The norm is multiplied by this.
+      schedule: Its `preconditioning` is one of the above; the norm is multiplied by its
+        `norm_factor`.
       square: Maps a Hermitian matrix to its square.
 
     Returns:
       The Gram matrix of ``scale * X``, its square, and the scale, (..., 1, 1) or (..., m, 1) for
       'aol'. Where the norm is 0 it is taken as 1.
 
+    >>> from muon_optax.polar import resolve_schedule
     >>> gram = jnp.diag(jnp.array([1.0, 3.0]))
-    >>> gram, _, scale = precondition(gram, "frobenius", 1.0, lambda a: a @ a)
+    >>> gram, _, scale = precondition(gram, resolve_schedule("jordan"), lambda a: a @ a)
     >>> print(gram.diagonal(), scale)
     [0.25 0.75] [[0.5]]
     """
     trace = _nonzero(jnp.trace(gram, axis1=-2, axis2=-1).real[..., None, None])
     gram, scale = gram / trace, 1 / jnp.sqrt(trace)
-    if kind == "aol":
-        rows = norm_factor * jnp.sqrt(_nonzero(jnp.abs(gram).sum(-1, keepdims=True)))
+    if schedule.preconditioning == "aol":
+        rows = schedule.norm_factor * jnp.sqrt(_nonzero(jnp.abs(gram).sum(-1, keepdims=True)))
         gram = gram / (rows * rows.mT)
         return gram, square(gram), scale / rows
     gram2 = square(gram)
-    norm2 = _squared_norm(gram, gram2, kind) * norm_factor**2
+    norm2 = _squared_norm(gram, gram2, schedule.preconditioning) * schedule.norm_factor**2
     return gram / norm2, gram2 / norm2**2, scale / norm2**0.5
 
 

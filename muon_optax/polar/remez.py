@@ -41,7 +41,7 @@ def polar_schedule(
     Raises:
       ValueError: An argument is outside its range.
 
-    >>> for row in polar_schedule(7e-3, 2):
+    >>> for row in polar_schedule(7e-3, 3)[:2]:
     ...     print("%.6f %.6f %.6f" % row)
     8.006147 -22.346456 16.061475
     3.765908 -2.758248 0.523487
