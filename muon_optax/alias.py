@@ -18,6 +18,8 @@ from muon_optax.momentum import MomentumForm
 from muon_optax.partition import Partition, Views
 from muon_optax.polar import Method, PrecisionName, Preconditioning
 from muon_optax.scaling import Scale
+from muon_optax.sharding.cost import DeviceModel
+from muon_optax.sharding.distribute import StrategyRules
 from muon_optax.sharding.local import Orthogonalizer
 from muon_optax.transform import Coefficients, scale_by_muon, scale_by_shape
 from muon_optax.wrappers import (
@@ -63,6 +65,11 @@ def muon(
     ns_precision: PrecisionName | None = None,
     orthogonalizer: Orthogonalizer | None = None,
     partition: Partition = None,
+    param_shardings: Any = None,
+    mu_shardings: Any = None,
+    strategy: StrategyRules = "auto",
+    max_workspace_bytes: int | None = None,
+    device: str | DeviceModel = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Muon for the weight matrices, AdamW for the rest.
 
@@ -109,6 +116,15 @@ def muon(
       orthogonalizer: a function on (batch, m, n) used instead of Newton-Schulz.
       partition: ordered rules, or labels as `optax.partition` takes them; None is
         `default_rules()`.
+      param_shardings: how the parameters lie: a tree (or a prefix of one) of NamedSharding,
+        PartitionSpec or arrays. Needed on Auto meshes and inside a shard_map; Explicit meshes say
+        it themselves.
+      mu_shardings: where Muon's momentum lies, if not like the parameter, as in ZeRO-1.
+      strategy: how sharded matrices are brought together: 'auto', 'gather', 'all_to_all', 'gram'
+        or 'local', or (pattern, strategy) pairs with patterns as in `Rule`.
+      max_workspace_bytes: bound of one exchange's workspace on a device; None is the larger of
+        256 MiB and six times the largest matrix.
+      device: an accelerator's name or a `DeviceModel`, for the choice of strategies.
 
     Returns:
       A transformation whose state is optax's `PartitionState` with 'muon' and 'adam' (and 'frozen'
@@ -159,8 +175,19 @@ def muon(
             ns_dtype=ns_dtype,
             ns_precision=ns_precision,
             orthogonalizer=orthogonalizer,
+            param_shardings=param_shardings,
+            mu_shardings=mu_shardings,
+            strategy=strategy,
+            max_workspace_bytes=max_workspace_bytes,
+            device=device,
         )
-        shape = scale_by_shape(views, consistent_rms, scale=scale, scale_factor=scale_factor)
+        shape = scale_by_shape(
+            views,
+            consistent_rms,
+            scale=scale,
+            scale_factor=scale_factor,
+            param_shardings=param_shardings,
+        )
         return _with_decay_and_rate(
             direction, shape, weight_decay, weight_decay_mask, weight_decay_kind, learning_rate
         )
@@ -181,6 +208,7 @@ def muon(
         in_float32(adam),
         muon_weight_dimension_numbers,
         partition,
+        param_shardings,
     )
 
 

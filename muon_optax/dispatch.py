@@ -18,6 +18,7 @@ from muon_optax.partition import (
     is_float_leaf,
     warn_of_surprises,
 )
+from muon_optax.sharding.specs import whole_shapes
 from muon_optax.tree_paths import is_masked, leaves_with_segments, path_name, raise_together
 
 __all__ = ["dispatch"]
@@ -28,6 +29,7 @@ def dispatch(
     adam_half: optax.GradientTransformation,
     views: Views,
     partition: Partition,
+    param_shardings: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """One transformation out of two, by the label of each leaf.
 
@@ -37,6 +39,7 @@ def dispatch(
       adam_half: the transformation of AdamW's leaves.
       views: as in `assign`.
       partition: as in `assign`.
+      param_shardings: how blocks lie inside a shard_map: views and rules see whole leaves.
 
     Returns:
       A transformation with optax's `PartitionState`. Leaves that aren't floating point are left as
@@ -57,13 +60,13 @@ def dispatch(
         return optax.partition(transforms, lambda _: assignment.labels())
 
     def init(params):
-        assignment = assign(params, views, partition)
+        assignment = assign(whole_shapes(params, param_shardings), views, partition)
         check_rules(partition, params)
         warn_of_surprises(params, assignment)
         return partitioned(assignment).init(_only_floats(params))
 
     def update(updates, state, params=None, **extra_args):
-        assignment = assign(updates, views, partition)
+        assignment = assign(whole_shapes(updates, param_shardings), views, partition)
         _check_labels(assignment, state)
         wanted = None if params is None else _only_floats(params)
         floats, state = partitioned(assignment).update(

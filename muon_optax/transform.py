@@ -29,6 +29,7 @@ from muon_optax.scaling import Scale, resolve_scaling
 from muon_optax.sharding.cost import DeviceModel
 from muon_optax.sharding.distribute import Distribution, StrategyRules
 from muon_optax.sharding.local import Orthogonalizer, Solver
+from muon_optax.sharding.specs import Layout, home, place, read_layouts, whole_shapes
 from muon_optax.tree_paths import (
     cast_like,
     graft,
@@ -158,12 +159,12 @@ def orthogonalize(
     spread = Distribution(param_shardings, strategy, max_workspace_bytes, device)
 
     def init(params):
-        _bound_views(spread.whole_shapes(params), weight_dimension_numbers)
+        _bound_views(whole_shapes(params, param_shardings), weight_dimension_numbers)
         return optax.EmptyState()
 
     def update(updates, state, params=None):
         del params
-        views = _bound_views(spread.whole_shapes(updates), weight_dimension_numbers)
+        views = _bound_views(whole_shapes(updates, param_shardings), weight_dimension_numbers)
         arrays = jax.tree.leaves(updates)
         dtypes = [_compute_dtype(ns_dtype, x.dtype) for x in arrays]
         leaves = spread.leaves(updates, views, dtypes)
@@ -180,6 +181,7 @@ def scale_by_shape(
     *,
     scale: Scale | None = None,
     scale_factor: jax.typing.ArrayLike = 1.0,
+    param_shardings: Any = None,
 ) -> optax.GradientTransformation:
     """Scales each matrix by a factor of its fan-in and fan-out, each fused block by its own.
 
@@ -189,6 +191,7 @@ def scale_by_shape(
       scale: 'shape_scaling' sqrt(max(1, out / in)), the default; 'match_rms_adamw' 0.2 sqrt(max(in,
         out)); 'spectral' sqrt(max(in, out)); 'unit_rms_norm' sqrt(out / in); 'none'.
       scale_factor: multiplies any mode.
+      param_shardings: as in `orthogonalize`; only needed inside a shard_map.
 
     Returns:
       A stateless transformation. Updates keep their dtype.
@@ -203,18 +206,25 @@ def scale_by_shape(
     """
     scaling = resolve_scaling(scale, scale_factor, consistent_rms)
 
-    def scaled(x: jax.Array, view: BoundView) -> jax.Array:
-        base = view.per_block([scaling.base(m, n) for _, m, n in view.matrices])
+    def scaled(x: jax.Array, view: BoundView, layout: Layout | None) -> jax.Array:
         wide = jnp.promote_types(x.dtype, jnp.float32)
         real = jnp.finfo(wide).dtype
-        factor = jnp.asarray(base, real) * jnp.asarray(scaling.multiplier, real)
+        base = [scaling.base(m, n) for _, m, n in view.matrices]
+        factor = jnp.asarray(view.per_block(base), real)
+        if layout is not None:
+            factor = layout.block_of(factor)
+        factor = factor * jnp.asarray(scaling.multiplier, real)
         return (factor * x.astype(wide)).astype(x.dtype)
 
     def update(updates, state, params=None):
         del params
-        views = _bound_views(updates, weight_dimension_numbers)
+        views = _bound_views(whole_shapes(updates, param_shardings), weight_dimension_numbers)
         leaves, treedef = jax.tree.flatten(updates)
-        return treedef.unflatten([scaled(*pair) for pair in zip(leaves, views, strict=True)]), state
+        layouts = [None] * len(leaves)
+        if any(len(view.block_sizes) > 1 for view in views):
+            layouts = read_layouts(updates, param_shardings)
+        rows = zip(leaves, views, layouts, strict=True)
+        return treedef.unflatten([scaled(*row) for row in rows]), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
@@ -237,6 +247,7 @@ def scale_by_muon(
     ns_precision: PrecisionName | None = None,
     orthogonalizer: Orthogonalizer | None = None,
     param_shardings: Any = None,
+    mu_shardings: Any = None,
     strategy: StrategyRules = "auto",
     max_workspace_bytes: int | None = None,
     device: str | DeviceModel = "auto",
@@ -260,6 +271,8 @@ def scale_by_muon(
       ns_precision: as in `orthogonalize`.
       orthogonalizer: as in `orthogonalize`; it gets the momentum mix.
       param_shardings: as in `orthogonalize`.
+      mu_shardings: where the momentum lies, if not like the parameter, as in ZeRO-1: a tree like
+        `param_shardings`.
       strategy: as in `orthogonalize`.
       max_workspace_bytes: as in `orthogonalize`.
       device: as in `orthogonalize`.
@@ -283,21 +296,25 @@ def scale_by_muon(
     solver = _solver(
         ns_coeffs, ns_steps, adaptive, preconditioning, ns_method, ns_precision, orthogonalizer
     )
-    spread = Distribution(param_shardings, strategy, max_workspace_bytes, device)
+    lies = param_shardings if mu_shardings is None else mu_shardings
+    spread = Distribution(lies, strategy, max_workspace_bytes, device)
 
     def init(params):
-        _bound_views(spread.whole_shapes(params), weight_dimension_numbers)
-        return _init(buffer, params)
+        _bound_views(whole_shapes(params, param_shardings), weight_dimension_numbers)
+        state = _init(buffer, params)
+        return state._replace(mu=place(state.mu, mu_shardings))
 
     def update(updates, state, params=None):
         del params
-        views = _bound_views(spread.whole_shapes(updates), weight_dimension_numbers)
+        back = home(updates, param_shardings) if mu_shardings is not None else None
+        updates = place(updates, mu_shardings)
+        views = _bound_views(whole_shapes(updates, lies), weight_dimension_numbers)
         count, weights, new = _accumulate(buffer, updates, state)
         dtypes = [_compute_dtype(ns_dtype, m.dtype) for m in jax.tree.leaves(state.mu)]
         leaves = spread.leaves(updates, views, dtypes)
         pairs = list(zip(jax.tree.leaves(updates), jax.tree.leaves(new), strict=True))
         results = spread.run(leaves, solver, mix, weights, pairs)
-        results = jax.tree.structure(updates).unflatten(results)
+        results = place(jax.tree.structure(updates).unflatten(results), back)
         return cast_like(results, updates), MuonState(count, cast_like(new, state.mu))
 
     return optax.GradientTransformation(init, update)

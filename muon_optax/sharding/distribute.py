@@ -11,13 +11,14 @@ import jax.numpy as jnp
 
 from muon_optax.checks import check_choice
 from muon_optax.matrix_view import BoundView
-from muon_optax.partition import MuonWarning, has_run
+from muon_optax.partition import MuonWarning
+from muon_optax.rules import has_run
 from muon_optax.sharding.cost import DeviceModel, device_model
 from muon_optax.sharding.execute import Prepare, run_bucket
 from muon_optax.sharding.local import Solver
 from muon_optax.sharding.planner import STRATEGIES, Bucket, Leaf, plan_leaves
-from muon_optax.sharding.specs import Layout, declared_specs, read_layout, whole_shape
-from muon_optax.tree_paths import leaves_with_segments, path_name, raise_together
+from muon_optax.sharding.specs import read_layouts
+from muon_optax.tree_paths import leaves_with_segments, path_name
 
 __all__ = ["Distribution", "StrategyRules"]
 
@@ -51,37 +52,10 @@ class Distribution:
             )
         device_model(self.device, "cpu")
 
-    def whole_shapes(self, tree: Any) -> Any:
-        """The tree with the shapes of whole leaves, where its arrays are blocks in a shard_map."""
-        if not jax.sharding.get_abstract_mesh().manual_axes or self.param_shardings is None:
-            return tree
-        leaves, treedef = jax.tree.flatten(tree)
-        specs = declared_specs(self.param_shardings, tree)
-        shapes = [whole_shape(x, spec) for x, spec in zip(leaves, specs, strict=True)]
-        return treedef.unflatten(
-            [jax.ShapeDtypeStruct(n, x.dtype) for n, x in zip(shapes, leaves, strict=True)]
-        )
-
-    def layouts(self, tree: Any) -> list[Layout]:
-        """How each leaf lies.
-
-        Raises:
-          ValueError: listing every leaf whose layout can't be or can't be known.
-        """
-        specs = declared_specs(self.param_shardings, tree)
-        layouts, problems = [], []
-        for (path, leaf), spec in zip(leaves_with_segments(tree), specs, strict=True):
-            try:
-                layouts.append(read_layout(leaf, spec))
-            except ValueError as error:
-                problems.append(f"{path_name(path)}: {error}")
-        raise_together(problems, "Muon can't use these leaves as they lie:")
-        return layouts
-
     def leaves(self, tree: Any, views: Sequence[BoundView], dtypes: Sequence[Any]) -> list[Leaf]:
         """What the planner takes."""
         paths = [path for path, _ in leaves_with_segments(tree)]
-        rows = zip(paths, views, self.layouts(tree), dtypes, strict=True)
+        rows = zip(paths, views, read_layouts(tree, self.param_shardings), dtypes, strict=True)
         return [
             Leaf(path_name(p), view, layout, jnp.dtype(dtype).name, self._strategy_of(p))
             for p, view, layout, dtype in rows

@@ -14,9 +14,17 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from muon_optax.tree_paths import align
+from muon_optax.tree_paths import align, leaves_with_segments, path_name, raise_together
 
-__all__ = ["Axes", "Declared", "Layout", "declared_specs", "read_layout", "whole_shape"]
+__all__ = [
+    "Axes",
+    "Declared",
+    "Layout",
+    "declared_specs",
+    "read_layout",
+    "read_layouts",
+    "whole_shapes",
+]
 
 Axes = tuple[str, ...]
 Declared = NamedSharding | PartitionSpec | None
@@ -67,6 +75,16 @@ class Layout:
         """Whether anything but the partitioner knows where the blocks lie."""
         return self.mesh is None or bool(self.known)
 
+    def block_of(self, array: jax.Array) -> jax.Array:
+        """This device's block of an array that broadcasts against the whole leaf."""
+        for dim, axes in enumerate(self.spec):
+            inner = tuple(a for a in axes if a in self.manual)
+            if inner and array.ndim and array.shape[dim] > 1:
+                size = array.shape[dim] // self.count(inner)
+                start = jax.lax.axis_index(inner) * size
+                array = jax.lax.dynamic_slice_in_dim(array, start, size, dim)
+        return array
+
     @property
     def partition_spec(self) -> PartitionSpec:
         """The spec as JAX writes it, without the axes that are Manual already."""
@@ -109,6 +127,30 @@ def _declared(entry: Any) -> Declared:
     )
 
 
+def read_layouts(tree: Any, declared: Any) -> list[Layout]:
+    """How each leaf of a tree lies.
+
+    Args:
+      tree: arrays, tracers or shape structs.
+      declared: as in `declared_specs`.
+
+    Returns:
+      One layout a leaf.
+
+    Raises:
+      ValueError: listing every leaf whose layout can't be, or can't be known.
+    """
+    specs = declared_specs(declared, tree)
+    layouts, problems = [], []
+    for (path, leaf), spec in zip(leaves_with_segments(tree), specs, strict=True):
+        try:
+            layouts.append(read_layout(leaf, spec))
+        except ValueError as error:
+            problems.append(f"{path_name(path)}: {error}")
+    raise_together(problems, "Muon can't use these leaves as they lie:")
+    return layouts
+
+
 def read_layout(x: Any, declared: Declared = None) -> Layout:
     """Reads how a leaf lies.
 
@@ -140,13 +182,31 @@ def read_layout(x: Any, declared: Declared = None) -> Layout:
     return Layout(shape, mesh, spec, written, free, manual, known)
 
 
-def whole_shape(x: Any, declared: Declared) -> tuple[int, ...]:
-    """Shape of the leaf that `x` is a block of, as declared, inside a shard_map."""
+def whole_shapes(tree: Any, declared: Any) -> Any:
+    """The tree with the shapes of whole leaves, where its arrays are blocks inside a shard_map.
+
+    Args:
+      tree: arrays.
+      declared: as in `declared_specs`.
+
+    Returns:
+      `tree` itself outside a shard_map or where nothing is declared, else shape structs.
+    """
     mesh = jax.sharding.get_abstract_mesh()
+    if declared is None or not mesh.manual_axes:
+        return tree
+    leaves, treedef = jax.tree.flatten(tree)
+    specs = declared_specs(declared, tree)
+    return treedef.unflatten(
+        [_whole_struct(x, spec, mesh) for x, spec in zip(leaves, specs, strict=True)]
+    )
+
+
+def _whole_struct(x: Any, declared: Declared, mesh: AbstractMesh) -> Any:
     if declared is None:
-        return tuple(x.shape)
+        return x
     spec = _normalised(_spec_of(x, declared), len(x.shape), mesh)
-    return _whole(x.shape, spec, mesh, tuple(mesh.manual_axes))
+    return jax.ShapeDtypeStruct(_whole(x.shape, spec, mesh, tuple(mesh.manual_axes)), x.dtype)
 
 
 def _whole(
@@ -156,6 +216,30 @@ def _whole(
         n * math.prod(mesh.shape[a] for a in axes if a in manual)
         for n, axes in zip(shape, spec, strict=True)
     )
+
+
+def home(tree: Any, declared: Any) -> Any:
+    """Where each leaf lies, as `place` takes it; None where only the partitioner knows."""
+    layouts = read_layouts(tree, declared)
+    specs = [x.written if x.known else None for x in layouts]
+    return jax.tree.structure(tree).unflatten(specs)
+
+
+def place(tree: Any, declared: Any) -> Any:
+    """Moves each leaf to where it is declared to lie; leaves without a declaration stay."""
+    leaves, treedef = jax.tree.flatten(tree)
+    specs = declared_specs(declared, tree)
+    return treedef.unflatten([_placed(x, spec) for x, spec in zip(leaves, specs, strict=True)])
+
+
+def _placed(x: jax.Array, declared: Declared) -> jax.Array:
+    mesh = _mesh_of(x, declared)
+    if declared is None or mesh is None:
+        return x
+    spec = declared.spec if isinstance(declared, NamedSharding) else declared
+    if AxisType.Explicit in mesh.axis_types:
+        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def _mesh_of(x: Any, declared: Declared) -> Mesh | AbstractMesh | None:
