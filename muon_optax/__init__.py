@@ -4,7 +4,10 @@ from muon_optax.alias import muon
 from muon_optax.flax_views import flax_matrix_views
 from muon_optax.matrix_view import MatrixView, MuonDimensionNumbers
 from muon_optax.partition import MuonWarning, Rule, default_rules
+from muon_optax.plans import Plan, plan
 from muon_optax.polar import newton_schulz
+from muon_optax.sharding.cost import DeviceModel
+from muon_optax.sharding.state import state_shardings
 from muon_optax.tables import ParameterReport, UpdateStats, report, update_stats
 from muon_optax.transform import (
     MuonState,
@@ -15,11 +18,13 @@ from muon_optax.transform import (
 )
 
 __all__ = [
+    "DeviceModel",
     "MatrixView",
     "MuonDimensionNumbers",
     "MuonState",
     "MuonWarning",
     "ParameterReport",
+    "Plan",
     "Rule",
     "UpdateStats",
     "default_rules",
@@ -27,9 +32,11 @@ __all__ = [
     "muon",
     "newton_schulz",
     "orthogonalize",
+    "plan",
     "report",
     "scale_by_momentum",
     "scale_by_muon",
     "scale_by_shape",
+    "state_shardings",
     "update_stats",
 ]

@@ -1,17 +1,30 @@
 """Momentum: the buffer that is kept, and the mix of buffer and gradient that is orthogonalised."""
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from muon_optax.checks import check_choice, check_decay, check_flag, check_float_dtype
 
-__all__ = ["Momentum", "MomentumForm", "moment_dtype", "zeros_like_parameter"]
+__all__ = ["Momentum", "MomentumForm", "MuonState", "moment_dtype", "zeros_like_parameter"]
 
 MomentumForm = Literal["ema", "sum"]
 Weights = tuple[jax.Array, jax.Array | None]
+
+
+class MuonState(NamedTuple):
+    """State of Muon.
+
+    Attributes:
+      count: number of updates so far, an int32 scalar.
+      mu: the momentum, one buffer a leaf, in the parameter's layout.
+    """
+
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    mu: optax.Updates
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from muon_optax.matrix_view import BoundView, MuonDimensionNumbers, View, bind_view, is_view
 from muon_optax.rules import LABELS, Label, Rule, Shape, default_rules, has_run, words
@@ -88,6 +89,13 @@ class Assignment:
     def segments(self, label: Label) -> set[Segments]:
         """The paths of the trainable or frozen floating-point leaves with this label."""
         return {d.segments for d in self.decisions if d.label == label and d.reason != NOT_FLOAT}
+
+    def muon_part(self, tree: Any) -> tuple[Any, list[BoundView]]:
+        """The tree with all but Muon's leaves masked, and the views of these."""
+        pairs = zip(jax.tree.leaves(tree), self.decisions, strict=True)
+        kept = [x if d.view is not None else optax.MaskedNode() for x, d in pairs]
+        views = [d.view for d in self.decisions if d.view is not None]
+        return self.treedef.unflatten(kept), views
 
     def views_of(self, tree: Any) -> Any:
         """The views of a tree of Muon's leaves alone, others masked."""

@@ -6,7 +6,7 @@ state, so that the momentum mix is formed and rounded where the exchange between
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import optax
 
 from muon_optax.checks import check_decay, check_flag, check_float_dtype
 from muon_optax.matrix_view import BoundView, MuonDimensionNumbers
-from muon_optax.momentum import Momentum, MomentumForm, Weights, mix
+from muon_optax.momentum import Momentum, MomentumForm, MuonState, Weights, mix
 from muon_optax.partition import Views, assign, is_float_leaf
 from muon_optax.polar import (
     Method,
@@ -47,18 +47,6 @@ __all__ = [
 ]
 
 Coefficients = ScheduleName | Literal["standard"] | Row | Sequence[Row]
-
-
-class MuonState(NamedTuple):
-    """State of Muon.
-
-    Attributes:
-      count: number of updates so far, an int32 scalar.
-      mu: the momentum, one buffer a leaf, in the parameter's layout.
-    """
-
-    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
-    mu: optax.Updates
 
 
 def scale_by_momentum(
@@ -153,7 +141,7 @@ def orthogonalize(
       [[1.0, 0.0], [0.0, 1.0]]
     """
     check_float_dtype("ns_dtype", ns_dtype)
-    solver = _solver(
+    solver = make_solver(
         ns_coeffs, ns_steps, adaptive, preconditioning, ns_method, ns_precision, orthogonalizer
     )
     spread = Distribution(param_shardings, strategy, max_workspace_bytes, device)
@@ -166,7 +154,7 @@ def orthogonalize(
         del params
         views = _bound_views(whole_shapes(updates, param_shardings), weight_dimension_numbers)
         arrays = jax.tree.leaves(updates)
-        dtypes = [_compute_dtype(ns_dtype, x.dtype) for x in arrays]
+        dtypes = [compute_dtype(ns_dtype, x.dtype) for x in arrays]
         leaves = spread.leaves(updates, views, dtypes)
         results = spread.run(leaves, solver, lambda _, x: x, (), [(x,) for x in arrays])
         results = jax.tree.structure(updates).unflatten(results)
@@ -293,7 +281,7 @@ def scale_by_muon(
     check_decay("eps", eps)
     buffer = Momentum(beta, mu_dtype, nesterov, bias_correction, momentum)
     check_float_dtype("ns_dtype", ns_dtype)
-    solver = _solver(
+    solver = make_solver(
         ns_coeffs, ns_steps, adaptive, preconditioning, ns_method, ns_precision, orthogonalizer
     )
     lies = param_shardings if mu_shardings is None else mu_shardings
@@ -310,7 +298,7 @@ def scale_by_muon(
         updates = place(updates, mu_shardings)
         views = _bound_views(whole_shapes(updates, lies), weight_dimension_numbers)
         count, weights, new = _accumulate(buffer, updates, state)
-        dtypes = [_compute_dtype(ns_dtype, m.dtype) for m in jax.tree.leaves(state.mu)]
+        dtypes = [compute_dtype(ns_dtype, m.dtype) for m in jax.tree.leaves(state.mu)]
         leaves = spread.leaves(updates, views, dtypes)
         pairs = list(zip(jax.tree.leaves(updates), jax.tree.leaves(new), strict=True))
         results = spread.run(leaves, solver, mix, weights, pairs)
@@ -365,7 +353,7 @@ def _bound_views(tree: Any, declared: Views) -> list[BoundView]:
     return [d.view for d in decisions if d.view is not None]
 
 
-def _solver(
+def make_solver(
     ns_coeffs: Coefficients,
     ns_steps: int | None,
     adaptive: bool,
@@ -385,7 +373,7 @@ def _solver(
     return Solver(orthogonalizer, adaptive)
 
 
-def _compute_dtype(ns_dtype: Any, own: Any) -> Any:
+def compute_dtype(ns_dtype: Any, own: Any) -> Any:
     """`ns_dtype`, but complex for complex leaves."""
     if ns_dtype is None:
         return own

@@ -66,15 +66,18 @@ class Distribution:
             return self.strategy
         return next((name for pattern, name in self.strategy if has_run(path, pattern)), "auto")
 
-    def plan(self, leaves: Sequence[Leaf], solver: Solver) -> tuple[Bucket, ...]:
-        """The buckets of those leaves that aren't empty."""
+    def plan(
+        self, leaves: Sequence[Leaf], solver: Solver
+    ) -> tuple[DeviceModel, tuple[Bucket, ...]]:
+        """The device model, and the buckets of those leaves that aren't empty."""
         kinds = {
             getattr(getattr(x.layout.mesh, "abstract_device", None), "device_kind", None)
             for x in leaves
         }
         device = device_model(self.device, next(iter(kinds - {None}), None))
         filled = tuple(leaf for leaf in leaves if math.prod(leaf.view.shape))
-        return plan_leaves(filled, solver.newton_schulz, device, self.max_workspace_bytes)
+        buckets = plan_leaves(filled, solver.newton_schulz, device, self.max_workspace_bytes)
+        return device, buckets
 
     def run(
         self,
@@ -88,7 +91,7 @@ class Distribution:
         filled = [i for i, leaf in enumerate(leaves) if math.prod(leaf.view.shape)]
         results = [arrays[0].astype(x.dtype) for x, arrays in zip(leaves, operands, strict=True)]
         _warn_of_unknown(leaves)
-        for bucket in self.plan(leaves, solver):
+        for bucket in self.plan(leaves, solver)[1]:
             members = [filled[i] for i in bucket.members]
             done = run_bucket(
                 bucket,

@@ -78,6 +78,7 @@ class Share:
       chunk: how many matrices are exchanged at once.
       cost: bytes, FLOPs and seconds.
       reason: why this strategy.
+      added: FLOPs that it adds to the busiest device, the buckets before it counted in.
     """
 
     start: int
@@ -88,6 +89,7 @@ class Share:
     chunk: int
     cost: Cost
     reason: str
+    added: int = 0
 
     @property
     def chunks(self) -> Iterator[tuple[int, int]]:
@@ -185,9 +187,7 @@ class _Chooser:
             for option in self._options(strategy, count, work)
         ]
         best = min(options, key=lambda shares: sum(s.cost.seconds for s in shares))
-        for share in best:
-            self._add_load(share)
-        return best
+        return [dataclasses.replace(share, added=self._add_load(share)) for share in best]
 
     def _divisions(self) -> list[Work]:
         """The work, shared over replicas or not."""
@@ -283,13 +283,16 @@ class _Chooser:
         offset = int(np.argmin(peaks))
         return offset, max(0.0, float(peaks[offset]) - float(self.load.max()))
 
-    def _add_load(self, share: Share) -> None:
+    def _add_load(self, share: Share) -> int:
+        """Counts a share in; what the highest load grows by."""
+        before = self.load.max()
         work = dataclasses.replace(self.work, share_axes=share.axes)
         if share.strategy != "all_to_all" or share.count >= work.owners:
             self.load[...] += share.cost.flops
-            return
-        owners = (share.offset + np.arange(share.count)) % work.owners
-        _add_to_owners(self.load, work, owners)
+        else:
+            owners = (share.offset + np.arange(share.count)) % work.owners
+            _add_to_owners(self.load, work, owners)
+        return int(self.load.max() - before)
 
 
 def _owner_order(work: Work) -> tuple[list[int], list[int]]:

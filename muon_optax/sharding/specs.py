@@ -21,6 +21,9 @@ __all__ = [
     "Declared",
     "Layout",
     "declared_specs",
+    "home",
+    "mesh_of",
+    "place",
     "read_layout",
     "read_layouts",
     "whole_shapes",
@@ -165,7 +168,7 @@ def read_layout(x: Any, declared: Declared = None) -> Layout:
       ValueError: for a spec that doesn't fit the leaf or the mesh, and inside a shard_map for an
         array that may be a block of an unknown matrix.
     """
-    mesh = _mesh_of(x, declared)
+    mesh = mesh_of(x, declared)
     if mesh is None or math.prod(mesh.shape.values()) == 1:
         return Layout(tuple(x.shape))
     manual = tuple(mesh.manual_axes) if isinstance(mesh, AbstractMesh) else ()
@@ -233,7 +236,7 @@ def place(tree: Any, declared: Any) -> Any:
 
 
 def _placed(x: jax.Array, declared: Declared) -> jax.Array:
-    mesh = _mesh_of(x, declared)
+    mesh = mesh_of(x, declared)
     if declared is None or mesh is None:
         return x
     spec = declared.spec if isinstance(declared, NamedSharding) else declared
@@ -242,17 +245,18 @@ def _placed(x: jax.Array, declared: Declared) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
-def _mesh_of(x: Any, declared: Declared) -> Mesh | AbstractMesh | None:
+def mesh_of(x: Any, declared: Declared) -> Mesh | AbstractMesh | None:
+    """The mesh that a leaf lies on: the shard_map's, the array's, the declared, the context's."""
     context = jax.sharding.get_abstract_mesh()
     if context.manual_axes:
         return context
-    if isinstance(x, jax.Array):
-        found = jax.typeof(x).sharding.mesh
-    else:
-        found = getattr(getattr(x, "sharding", None), "mesh", None)
+    own = jax.typeof(x).sharding if isinstance(x, Tracer) else getattr(x, "sharding", None)
+    found = getattr(own, "mesh", None)
     if found is not None and not found.empty:
         return found
-    return declared.mesh if isinstance(declared, NamedSharding) else None
+    if isinstance(declared, NamedSharding):
+        return declared.mesh
+    return None if declared is None or context.empty else context
 
 
 def _concrete_spec(x: Any) -> PartitionSpec | None:
