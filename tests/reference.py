@@ -31,11 +31,11 @@ def gradients(seed: int, m: int, n: int, steps: int, kappa: float = 50.0) -> lis
     return [((u * s) @ v.T).astype(np.float32) for s in values]
 
 
-def newton_schulz(x: Any, rows: Rows = JORDAN) -> np.ndarray:
-    """The standard iteration in float64 after division by the Frobenius norm."""
+def newton_schulz(x: Any, rows: Rows = JORDAN, norm: float | None = None) -> np.ndarray:
+    """The standard iteration in float64 after division by `norm`, Frobenius's where None."""
     x = np.asarray(x)
     x = x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
-    x = x / (np.linalg.norm(x) or 1.0)
+    x = x / (norm or np.linalg.norm(x) or 1.0)
     for a, b, c in rows:
         gram = x @ x.conj().T
         x = a * x + (b * gram + c * gram @ gram) @ x
@@ -49,8 +49,9 @@ def mixes(
     nesterov: bool = True,
     bias_correction: bool = True,
     form: str = "ema",
+    rounded: Callable[[np.ndarray], Any] = np.asarray,
 ) -> list[np.ndarray]:
-    """What is orthogonalised at each step."""
+    """What is orthogonalised at each step; the buffer is rounded between steps."""
     buffer, result = np.zeros_like(np.asarray(grads[0], np.float64)), []
     gain = 1 - beta if form == "ema" else 1.0
     for t, grad in enumerate((np.asarray(g, np.float64) for g in grads), start=1):
@@ -63,6 +64,7 @@ def mixes(
             if nesterov:
                 mix = beta * average / (1 - beta ** (t + 1)) + (1 - beta) * grad / (1 - beta**t)
         result.append(mix)
+        buffer = np.asarray(rounded(buffer), np.float64)
     return result
 
 
