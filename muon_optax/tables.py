@@ -1,6 +1,7 @@
 """What each parameter gets and what its update looks like: data first, tables second."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import numpy as np
 from muon_optax.matrix_view import BoundView
 from muon_optax.partition import Decision, Partition, Views, assign, check_rules
 from muon_optax.scaling import Scale, Scaling, resolve_scaling
+from muon_optax.sharding.auto import partitioned
 from muon_optax.tree_paths import path_name
 
 __all__ = ["ParameterReport", "ParameterRow", "UpdateStats", "report", "update_stats"]
@@ -192,9 +194,14 @@ def update_stats(
 
 def _stats(x: jax.Array, view: BoundView, steps: int) -> UpdateStats:
     x = jnp.asarray(x)
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x = x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32)
     if x.size == 0:
         return UpdateStats(*[jnp.zeros((), x.real.dtype)] * 3)
+    return partitioned(functools.partial(_stats_of_whole, view=view, steps=steps), x)
+
+
+@functools.partial(jax.jit, static_argnames=("view", "steps"))  # compiled once, eager calls too
+def _stats_of_whole(x: jax.Array, view: BoundView, steps: int) -> UpdateStats:
     ranges = [_sigma_range(matrices, steps) for matrices in view.split(x)]
     low = jnp.min(jnp.stack([low for low, _ in ranges]))
     high = jnp.max(jnp.stack([high for _, high in ranges]))
