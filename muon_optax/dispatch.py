@@ -35,8 +35,8 @@ def dispatch(
 
     Args:
       muon_half: the transformation of Muon's leaves, given a function from their tree to their
-        views.
-      adam_half: the transformation of AdamW's leaves.
+        views; a chain, the first of whose states has the momentum, `mu`.
+      adam_half: the transformation of AdamW's leaves, a chain like that too.
       views: as in `assign`.
       partition: as in `assign`.
       param_shardings: how blocks lie inside a shard_map: views and rules see whole leaves.

@@ -1,0 +1,246 @@
+"""Each leaf goes to its optimizer, and what isn't floating point stays as it is."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from running import first_update
+
+from muon_optax import MatrixView, MuonDimensionNumbers, MuonState, MuonWarning, Rule, muon
+from muon_optax.dispatch import dispatch
+
+
+def stamped(number: float, then: Any = lambda updates, params: updates) -> Any:
+    """Multiplies by a number; has a momentum, as both halves have."""
+    multiply: Any = lambda updates, state, params=None: (  # noqa: E731
+        jax.tree.map(lambda x: number * x, updates),
+        state,
+    )
+    init: Any = lambda params: MuonState(jnp.zeros([], jnp.int32), params)  # noqa: E731
+    return optax.chain(optax.GradientTransformation(init, multiply), optax.stateless(then))
+
+
+def stamps(views: Any = None, partition: Any = None) -> Any:
+    """Muon's leaves times 2, AdamW's times 3."""
+    return dispatch(lambda views: stamped(2.0), stamped(3.0), views, partition)
+
+
+PARAMS = {
+    "mlp": {"kernel": jnp.ones((4, 6)), "bias": jnp.ones(6)},
+    "embed": {"embedding": jnp.ones((8, 4))},
+}
+
+
+def received(tx: Any, params: Any = PARAMS) -> Any:
+    return jax.tree.map(lambda x: float(x.ravel()[0]), first_update(tx, params))
+
+
+def test_default_rules():
+    got = received(stamps())
+    assert got == {"mlp": {"kernel": 2, "bias": 3}, "embed": {"embedding": 3}}
+
+
+def test_rules_of_the_user():
+    rules = [Rule("bias", "frozen"), Rule("embedding", "muon"), Rule("kernel", "adam")]
+    got = received(stamps(partition=rules))
+    assert got == {"mlp": {"kernel": 3, "bias": 0}, "embed": {"embedding": 2}}
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_labels(as_function):
+    labels = {"mlp": {"kernel": "muon", "bias": "frozen"}, "embed": "adam"}
+    got = received(stamps(partition=(lambda params: labels) if as_function else labels))
+    assert got == {"mlp": {"kernel": 2, "bias": 0}, "embed": {"embedding": 3}}
+
+
+def test_views_beat_rules():
+    views = {"mlp": None, "embed": MuonDimensionNumbers()}
+    got = received(stamps(views, [Rule("embedding", "adam")]))
+    assert got == {"mlp": {"kernel": 3, "bias": 3}, "embed": {"embedding": 2}}
+
+
+def test_the_muon_half_learns_the_views_of_its_own_tree():
+    view = MatrixView(0, 1, heads=2)
+    seen = []
+
+    def half(views_of):
+        def look(updates, params):
+            seen.append(views_of(updates))
+            return updates
+
+        return stamped(2.0, look)
+
+    views = {"mlp": {"kernel": view, "bias": None}, "embed": None}
+    first_update(dispatch(half, stamped(3.0), views, None), PARAMS)
+    assert seen[0]["mlp"]["kernel"].matrices == ((2, 4, 3),)
+    assert seen[0]["mlp"]["bias"] == seen[0]["embed"]["embedding"] == optax.MaskedNode()
+
+
+def test_a_frozen_state_only_where_a_leaf_is_frozen():
+    frozen = [Rule("embed", "frozen"), Rule("bias", "adam")]
+    states: list[Any] = [stamps(partition=rules).init(PARAMS) for rules in (None, frozen)]
+    assert set(states[0].inner_states) == {"muon", "adam"}
+    assert set(states[1].inner_states) == {"muon", "adam", "frozen"}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_tree_map_params_through_a_placeholder(frozen):
+    rules = [Rule("bias", "adam")] + [Rule("embedding", "frozen")] * frozen
+    tx: Any = muon(0.1, partition=rules)
+    state = tx.init(PARAMS)
+    got: Any = optax.tree_map_params(tx, lambda x: x + 1, state)
+    assert jax.tree.structure(got) == jax.tree.structure(state)
+    assert float(got.inner_states["muon"].inner_state[0].mu["mlp"]["kernel"][0, 0]) == 1
+    assert float(got.inner_states["adam"].inner_state[0].nu["mlp"]["bias"][0]) == 1
+    assert int(got.inner_states["muon"].inner_state[0].count) == 0
+
+
+def test_tree_map_params_with_a_second_tree():
+    for views in (None, {"mlp": {"kernel": MuonDimensionNumbers(), "bias": None}, "embed": None}):
+        tx: Any = muon(0.1, muon_weight_dimension_numbers=views)
+        state = tx.init(PARAMS)
+        scales = {"mlp": {"kernel": 2.0, "bias": 3.0}, "embed": {"embedding": 4.0}}
+        got: Any = optax.tree_map_params(
+            tx,
+            lambda x, scale: x if isinstance(x, optax.MaskedNode) else x + scale,
+            state,
+            scales,
+            is_leaf=lambda x: isinstance(x, optax.MaskedNode),
+        )
+        assert float(got.inner_states["muon"].inner_state[0].mu["mlp"]["kernel"][0, 0]) == 2
+        assert float(got.inner_states["adam"].inner_state[0].mu["mlp"]["bias"][0]) == 3
+
+
+def mixed_tree() -> Any:
+    return {
+        "w": jnp.ones((4, 6)),
+        "steps": jnp.arange(3),
+        "on": jnp.array(True),
+        "key": jax.random.key(0),
+        "byte": jnp.array([7], jnp.uint8),
+    }
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_leaves_that_are_not_floating_point_stay_as_they_are(jit):
+    params = mixed_tree()
+    grads = {
+        name: leaf if name == "w" else np.zeros(leaf.shape, jax.dtypes.float0)
+        for name, leaf in params.items()
+    }
+    tx: Any = muon(0.1)
+    state = tx.init(params)
+    assert [x.shape for x in jax.tree.leaves(state)] == [(), (), (4, 6)]
+    updates, state = (jax.jit(tx.update) if jit else tx.update)(grads, state, params)
+    assert updates["key"].dtype == jax.dtypes.float0
+    del params["key"], updates["key"]
+    new: Any = optax.apply_updates(params, updates)
+    for name in ("steps", "on", "byte"):
+        np.testing.assert_array_equal(new[name], params[name])
+        assert new[name].dtype == params[name].dtype
+    assert float(jnp.abs(new["w"] - params["w"]).min()) > 0.01
+
+
+def test_gradients_of_integers_as_jax_makes_them():
+    def loss(params):
+        return (params["w"] * params["steps"][1]).sum()
+
+    params = {"w": jnp.ones((4, 6)), "steps": jnp.arange(3)}
+    update = first_update(muon(0.1), jax.grad(loss, allow_int=True)(params), params)
+    new: Any = optax.apply_updates(params, update)
+    np.testing.assert_array_equal(new["steps"], [0, 1, 2])
+
+
+def test_without_parameters_the_gradients_tell_the_types():
+    params = {"w": jnp.ones((4, 6)), "steps": jnp.arange(3)}
+    tx: Any = muon(0.1)
+    updates, _ = tx.update(params, tx.init(params))
+    np.testing.assert_array_equal(updates["steps"], np.zeros(3))
+
+
+def test_missing_and_masked_leaves():
+    params = {"w": jnp.ones((4, 6)), "none": None, "masked": optax.MaskedNode()}
+    update = first_update(stamps(), params)
+    assert update["none"] is None
+    assert update["masked"] == optax.MaskedNode()
+    np.testing.assert_array_equal(update["w"], 2 * params["w"])
+
+
+def test_inside_a_mask_of_the_user():
+    tx = optax.masked(stamps(), {"mlp": {"kernel": True, "bias": False}, "embed": True})
+    got = received(tx)
+    assert got == {"mlp": {"kernel": 2, "bias": 1}, "embed": {"embedding": 3}}
+
+
+def test_python_numbers_as_leaves():
+    params = {"w": jnp.ones((4, 6)), "scale": 2.0, "count": 3}
+    update = first_update(muon(0.1), params)
+    np.testing.assert_allclose(
+        update["scale"], first_update(muon(0.1), {"w": params["w"], "scale": jnp.ones(())})["scale"]
+    )
+    assert int(update["count"]) == 0
+
+
+def changed(before: Any, after: Any, params: Any = PARAMS) -> str:
+    state = stamps(partition=before).init(params)
+    with pytest.raises(ValueError, match="changed their optimizer") as error:
+        stamps(partition=after).update(params, state, params)
+    return str(error.value)
+
+
+BASE = {"mlp": {"kernel": "muon", "bias": "adam"}, "embed": {"embedding": "adam"}}
+NO_BIAS = {"mlp": {"kernel": "muon", "bias": "frozen"}, "embed": {"embedding": "adam"}}
+SWAPPED = {"mlp": {"kernel": "adam", "bias": "adam"}, "embed": {"embedding": "muon"}}
+
+
+def test_a_leaf_that_changes_its_optimizer_is_an_error_that_lists_all():
+    message = changed(BASE, SWAPPED)
+    assert "  embed/embedding: adam in the state, muon now" in message
+    assert "  mlp/kernel: muon in the state, adam now" in message
+    assert "bias" not in message
+
+
+def test_freezing_and_thawing_change_the_optimizer_too():
+    assert "mlp/bias: adam in the state, frozen now" in changed(BASE, NO_BIAS)
+    assert "mlp/bias: frozen in the state, adam now" in changed(NO_BIAS, BASE)
+
+
+def test_a_leaf_that_the_state_does_not_know():
+    state = stamps().init(PARAMS)
+    more = {**PARAMS, "new": jnp.ones((2, 2))}
+    with pytest.raises(ValueError, match="new: absent in the state, muon now"):
+        stamps().update(more, state, more)
+    less = {"mlp": PARAMS["mlp"]}
+    with pytest.raises(ValueError, match="embed/embedding: adam in the state, absent now"):
+        stamps().update(less, state, less)
+
+
+@pytest.mark.parametrize(
+    ("partition", "message"),
+    [
+        (3, r"got 3 at \(root\)"),
+        ({"a": "muon", "b": {"c": 1}}, "got 1 at b/c"),
+        ([Rule("a", "adam"), "muon"], "rules or labels, not both: got 'muon'"),
+        ((Rule, "adam"), "a sequence of Rule"),
+    ],
+)
+def test_a_partition_of_the_wrong_type(partition, message):
+    with pytest.raises(TypeError, match=message):
+        muon(0.1, partition=partition)
+
+
+def test_unknown_labels_are_listed_with_path_and_shape():
+    labels = {"mlp": {"kernel": "muonn", "bias": "adamw"}, "embed": "adam"}
+    with pytest.raises(ValueError, match=r"(?s)bias.*\(6,\).*'adamw'.*kernel.*\(4, 6\).*'muonn'"):
+        muon(0.1, partition=labels).init(PARAMS)
+
+
+def test_a_warning_where_no_leaf_gets_muon_and_none_otherwise():
+    with pytest.warns(MuonWarning, match="no leaf gets Muon"):
+        stamps().init({"bias": jnp.ones(3)})
+    with pytest.warns(MuonWarning, match="no leaf gets Muon"):
+        stamps(lambda params: None).init(PARAMS)
+    stamps().init({})
