@@ -1,6 +1,7 @@
 """Momentum: the buffer that is kept, and the mix of buffer and gradient that is orthogonalised."""
 
 import dataclasses
+import functools
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -93,19 +94,15 @@ def mix(weights: Weights, grad: jax.Array, buffer: jax.Array) -> jax.Array:
 
 def moment_dtype(wanted: Any, own: Any) -> jnp.dtype:
     """The dtype to keep a moment in: the wanted one, complex where the parameter's own is."""
-    if jnp.issubdtype(own, jnp.complexfloating):
-        dtype = jnp.promote_types(wanted, jnp.complex64)
-    else:
-        dtype = jnp.finfo(wanted).dtype
+    is_complex = jnp.issubdtype(own, jnp.complexfloating)
+    dtype = wide_dtype(wanted, jnp.complex64) if is_complex else jnp.finfo(wanted).dtype
     return jax.dtypes.canonicalize_dtype(dtype)
 
 
 def wide_dtype(*dtypes: Any) -> jnp.dtype:
     """The dtype to form sums in: that of the operands, but at least float32."""
-    wide = jnp.dtype(jnp.float32)
-    for dtype in dtypes:
-        wide = jnp.promote_types(wide, dtype)
-    return wide
+    with jax.numpy_dtype_promotion("standard"):  # the widening is meant
+        return functools.reduce(jnp.promote_types, dtypes, jnp.dtype(jnp.float32))
 
 
 def _real(value: jax.typing.ArrayLike, dtype: Any) -> jax.Array:
