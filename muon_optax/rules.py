@@ -114,6 +114,7 @@ def _is_stacked_vector(segments: Segments, shape: Shape) -> bool:
 
 
 _EMBEDDINGS = (
+    "emb",
     "embed",
     "embed_in",
     "embed_out",

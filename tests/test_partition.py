@@ -120,6 +120,7 @@ PATHS = [
     ("decoder/logits_dense/kernel", (8, 50), "adam", "head"),
     ("bert/embeddings/token_type_embeddings/weight", (2, 8), "adam", "embedding"),
     ("posembed_input/pos_embedding", (9, 8), "adam", "embedding"),
+    ("emb", (4096, 64), "adam", "embedding"),
     ("embedder/input_embedding", (50, 8), "adam", "embedding"),
     ("gpt_neox/embed_in/weight", (50, 8), "adam", "embedding"),
     ("embed_out/weight", (50, 8), "adam", "embedding"),
@@ -187,7 +188,7 @@ def test_leaves_of_every_array_type():
 
 # Rules of the user's own
 
-TREE = {"emb": zeros(5, 4), "mlp": {"w": zeros(4, 4), "b": zeros(4)}, "proj": zeros(4, 4)}
+TREE = {"out": zeros(5, 4), "mlp": {"w": zeros(4, 4), "b": zeros(4)}, "proj": zeros(4, 4)}
 
 
 def test_the_first_rule_that_matches_wins():
@@ -206,13 +207,13 @@ def test_rules_of_ones_own_replace_the_default_ones():
     # vectors can't be Muon's whatever the rules leave out
     found = labels({**TREE, "head": zeros(4, 4)}, partition=(Rule("proj", "frozen"),))
     assert found == {
-        "emb": "muon",
+        "out": "muon",
         "head": "muon",
         "mlp/b": "adam",
         "mlp/w": "muon",
         "proj": "frozen",
     }
-    assert labels(TREE, partition=())["emb"] == "muon"
+    assert labels(TREE, partition=())["out"] == "muon"
 
 
 def test_rules_that_match_nothing_raise_with_their_names():
@@ -222,7 +223,7 @@ def test_rules_that_match_nothing_raise_with_their_names():
         Rule(lambda p, s: False, "frozen"),
         Rule("mlp", "frozen"),
     )
-    with pytest.raises(ValueError, match="match no leaf of emb, mlp/b, mlp/w, proj:") as error:
+    with pytest.raises(ValueError, match="match no leaf of mlp/b, mlp/w, out, proj:") as error:
         check_rules(rules, TREE)
     lines = str(error.value).split("\n")[1:]
     assert lines[0] == "  'lm_haed' -> 'adam'"
@@ -233,13 +234,13 @@ def test_rules_that_match_nothing_raise_with_their_names():
 
 def test_default_rules_may_match_nothing():
     check_rules(None, TREE)
-    check_rules((Rule("emb", "frozen"), *default_rules()), TREE)
+    check_rules((Rule("out", "frozen"), *default_rules()), TREE)
     check_rules((Rule("nothing", "frozen"),), {})
 
 
 def test_a_rule_that_always_loses_raises():
-    with pytest.raises(ValueError, match="'emb' -> 'muon': an earlier rule, 'emb' -> 'adam', take"):
-        check_rules((Rule("emb", "adam"), Rule("emb", "muon")), TREE)
+    with pytest.raises(ValueError, match="'out' -> 'muon': an earlier rule, 'out' -> 'adam', take"):
+        check_rules((Rule("out", "adam"), Rule("out", "muon")), TREE)
     with pytest.raises(ValueError, match=r"function _is_below_matrix -> 'adam', takes mlp/b"):
         check_rules((*default_rules(), Rule("b", "muon")), TREE)
     check_rules((Rule("mlp", "adam"), Rule("b", "adam")), TREE)  # says the same
@@ -247,19 +248,19 @@ def test_a_rule_that_always_loses_raises():
 
 
 def test_rules_may_mean_what_is_masked_or_none():
-    rules = (Rule("emb", "frozen"), Rule(lambda p, s: s[0] > 4, "adam"))
-    check_rules(rules, {"emb": None, "w": zeros(4, 4)})
-    check_rules(rules, {"emb": MASKED, "w": zeros(4, 4)})
-    with pytest.warns(MuonWarning, match="outside the masked parts; there are a, w:\n  'emb'"):
-        check_rules((Rule("emb", "frozen"),), {"a": MASKED, "w": zeros(4, 4)})
+    rules = (Rule("out", "frozen"), Rule(lambda p, s: s[0] > 4, "adam"))
+    check_rules(rules, {"out": None, "w": zeros(4, 4)})
+    check_rules(rules, {"out": MASKED, "w": zeros(4, 4)})
+    with pytest.warns(MuonWarning, match="outside the masked parts; there are a, w:\n  'out'"):
+        check_rules((Rule("out", "frozen"),), {"a": MASKED, "w": zeros(4, 4)})
 
 
 @pytest.mark.parametrize(
     ("partition", "message"),
     [
-        (Rule("emb", "adam"), "takes a sequence of rules, got one"),
-        ((Rule("emb", "adam"), default_rules()), "put a star before"),
-        ([Rule("emb", "adam"), ("w", "adam")], r"got \('w', 'adam'\) among rules"),
+        (Rule("out", "adam"), "takes a sequence of rules, got one"),
+        ((Rule("out", "adam"), default_rules()), "put a star before"),
+        ([Rule("out", "adam"), ("w", "adam")], r"got \('w', 'adam'\) among rules"),
     ],
 )
 def test_what_is_nearly_rules_raises(partition, message):
@@ -271,12 +272,12 @@ def test_what_is_nearly_rules_raises(partition, message):
 
 
 def test_label_trees_functions_and_prefixes():
-    tree = {"emb": "adam", "mlp": {"w": "muon", "b": "frozen"}, "proj": "muon"}
-    expected = {"emb": "adam", "mlp/b": "frozen", "mlp/w": "muon", "proj": "muon"}
+    tree = {"out": "adam", "mlp": {"w": "muon", "b": "frozen"}, "proj": "muon"}
+    expected = {"out": "adam", "mlp/b": "frozen", "mlp/w": "muon", "proj": "muon"}
     assert labels(TREE, partition=tree) == expected
     assert labels(TREE, partition=lambda params: tree) == expected
     assert labels(TREE, partition=jax.tree_util.Partial(lambda params: tree)) == expected
-    prefix = {"emb": "adam", "mlp": "frozen", "proj": "muon"}
+    prefix = {"out": "adam", "mlp": "frozen", "proj": "muon"}
     assert labels(TREE, partition=prefix)["mlp/w"] == "frozen"
     assert labels([zeros(4, 4), zeros(4)], partition=["muon", "adam"]) == {"0": "muon", "1": "adam"}
     assert set(reasons(TREE, partition=tree).values()) == {"label given"}
@@ -296,14 +297,14 @@ def test_label_functions_over_nnx_states(is_leaf):
 
 def test_bad_leaves_come_in_one_error():
     params = {**TREE, "conv": zeros(2, 3, 4)}
-    tree = {"emb": "muonn", "mlp": "muon", "proj": None, "conv": "muon"}
+    tree = {"out": "muonn", "mlp": "muon", "proj": None, "conv": "muon"}
     with pytest.raises(ValueError, match="can't take these leaves") as error:
         assign(params, partition=tree)
     lines = str(error.value).split("\n")[1:]
-    assert [line.split(":")[0].strip() for line in lines] == ["conv", "emb", "mlp/b", "proj"]
+    assert [line.split(":")[0].strip() for line in lines] == ["conv", "mlp/b", "out", "proj"]
     assert "shape (2, 3, 4), labelled 'muon': a leaf of three or more dims needs" in lines[0]
-    assert "shape (5, 4), label 'muonn': must be one of ('muon', 'adam', 'frozen')" in lines[1]
-    assert "shape (4,), labelled 'muon': Muon needs two dims" in lines[2]
+    assert "shape (5, 4), label 'muonn': must be one of ('muon', 'adam', 'frozen')" in lines[2]
+    assert "shape (4,), labelled 'muon': Muon needs two dims" in lines[1]
     assert "label None" in lines[3]
 
 
@@ -386,9 +387,9 @@ def test_views_that_do_not_fit_come_in_one_error():
 
 def test_structures_that_differ_name_the_path():
     with pytest.raises(ValueError, match="mlp/v: an entry"):
-        assign(TREE, {"emb": None, "mlp": {"w": DIMS, "b": None, "v": DIMS}, "proj": DIMS})
+        assign(TREE, {"out": None, "mlp": {"w": DIMS, "b": None, "v": DIMS}, "proj": DIMS})
     with pytest.raises(ValueError, match=r"proj: a leaf of shape \(4, 4\) without an entry"):
-        assign(TREE, partition={"emb": "adam", "mlp": "adam"})
+        assign(TREE, partition={"out": "adam", "mlp": "adam"})
     with pytest.raises(ValueError, match="w: a leaf"):
         assign({"w": zeros(4, 4)}, {"w": (0, 1)})
     with pytest.raises(ValueError, match="got <class"):

@@ -26,6 +26,7 @@ from muon_optax import (
 )
 from muon_optax.tables import ParameterReport, UpdateStats, format_table
 
+SCALAR: Any = Float[Array, ""]
 RNG = np.random.default_rng(0)
 
 
@@ -216,7 +217,7 @@ def stats(x: Any, view: Any = None, **options: Any) -> UpdateStats:
 
 
 def check(got: UpdateStats, x: Any, ends: tuple[float, float], rtol: float = 1e-5) -> None:
-    assert all(isinstance(figure, Float[Array, ""]) for figure in got)
+    assert all(isinstance(figure, SCALAR) for figure in got)
     np.testing.assert_allclose(got.rms, rms(x), rtol=1e-6)
     np.testing.assert_allclose(got.sigma_max, ends[1], rtol=rtol)
     np.testing.assert_allclose(got.sigma_min, ends[0], rtol=rtol, atol=rtol * ends[1])
