@@ -16,6 +16,7 @@ LABELS: tuple[str, ...] = get_args(Label)
 Shape = tuple[int, ...]
 
 _SEPARATOR = re.compile(r"[./]")
+_WILDCARD = re.compile(r"[*?\[]")
 
 
 @functools.lru_cache(maxsize=2**16)
@@ -91,6 +92,8 @@ def _pattern_text(pattern: Any) -> str:
 def has_run(segments: Segments, pattern: str) -> bool:
     """Whether names of the path in a row match the pattern's, as `Rule` says."""
     names, wanted = words(segments), words((pattern,))
+    if len(wanted) == 1 and not _WILDCARD.search(pattern):  # most rules, asked for each leaf
+        return wanted[0] in names
     return any(
         all(fnmatch.fnmatchcase(n, w) for n, w in zip(names[i:], wanted, strict=False))
         for i in range(len(names) - len(wanted) + 1)
