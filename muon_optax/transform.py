@@ -29,7 +29,7 @@ from muon_optax.scaling import Scale, resolve_scaling
 from muon_optax.sharding.cost import DeviceModel
 from muon_optax.sharding.distribute import Distribution, StrategyRules
 from muon_optax.sharding.local import Orthogonalizer, Solver
-from muon_optax.sharding.specs import Layout, home, place, read_layouts, whole_shapes
+from muon_optax.sharding.specs import Layout, place, read_layouts, whole_shapes
 from muon_optax.tree_paths import (
     cast_like,
     graft,
@@ -294,15 +294,15 @@ def scale_by_muon(
 
     def update(updates, state, params=None):
         del params
-        back = home(updates, param_shardings) if mu_shardings is not None else None
+        homes = None if mu_shardings is None else read_layouts(updates, param_shardings)
         updates = place(updates, mu_shardings)
         views = _bound_views(whole_shapes(updates, lies), weight_dimension_numbers)
         count, weights, new = _accumulate(buffer, updates, state)
         dtypes = [compute_dtype(ns_dtype, m.dtype) for m in jax.tree.leaves(state.mu)]
-        leaves = spread.leaves(updates, views, dtypes)
+        leaves = spread.leaves(updates, views, dtypes, homes)
         pairs = list(zip(jax.tree.leaves(updates), jax.tree.leaves(new), strict=True))
         results = spread.run(leaves, solver, mix, weights, pairs)
-        results = place(jax.tree.structure(updates).unflatten(results), back)
+        results = place(jax.tree.structure(updates).unflatten(results), homes)
         return cast_like(results, updates), MuonState(count, cast_like(new, state.mu))
 
     return optax.GradientTransformation(init, update)

@@ -9,7 +9,8 @@ m x n (m <= n), N devices that shard a matrix and R that replicate it, f = (N - 
     all_to_all   L/(N R) 2 mn b f    + L mn/N b (R - 1)/R       L/(N R) F
     gram         (1 + r) L/R m^2 8 f + L mn/N b (R - 1)/R       L/R (products) / N + L/(N R) (steps)
 
-Quotients are rounded up: padding is paid for.
+Quotients are rounded up: padding is paid for. Results that end whole on every device (ZeRO-1) cost
+their slices' way back N times under all_to_all, and nothing under gather.
 """
 
 import dataclasses
@@ -128,6 +129,7 @@ class Work:
       shard_axes: mesh axes that shard a matrix.
       share_axes: replicating axes to share work over.
       sizes: size of each mesh axis, as pairs in the mesh's order.
+      ends_whole: whether results go whole to every device, instead of back as slices.
     """
 
     rows: int
@@ -137,6 +139,7 @@ class Work:
     shard_axes: tuple[str, ...]
     share_axes: tuple[str, ...]
     sizes: tuple[tuple[str, int], ...]
+    ends_whole: bool = False
 
     def count(self, axes: tuple[str, ...]) -> int:
         """Number of devices along axes."""
@@ -200,14 +203,15 @@ def estimate(
     matrix = work.matrix_bytes
     mine = -(-count // r)
     owned = -(-mine // n)
-    back = r * _padded(strategy, mine, n) * matrix // n * (r - 1) // r
+    end = matrix if work.ends_whole else matrix // n
+    back = r * _padded(strategy, mine, n) * end * (r - 1) // r
     if strategy == "local":
         moved, flops = 0, count * work.flops
         back = 0
     elif strategy == "gather":
         moved, flops = mine * matrix * (n - 1) // n, mine * work.flops
     elif strategy == "all_to_all":
-        moved, flops = 2 * owned * matrix * (n - 1) // n, owned * work.flops
+        moved, flops = owned * (matrix // n + end) * (n - 1), owned * work.flops
     else:
         assert solver is not None
         passes = len(solver.schedule.restarts) + 1

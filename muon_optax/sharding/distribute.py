@@ -17,7 +17,7 @@ from muon_optax.sharding.cost import DeviceModel, device_model
 from muon_optax.sharding.execute import Prepare, run_bucket
 from muon_optax.sharding.local import Solver
 from muon_optax.sharding.planner import STRATEGIES, Bucket, Leaf, plan_leaves
-from muon_optax.sharding.specs import read_layouts
+from muon_optax.sharding.specs import Layout, read_layouts
 from muon_optax.tree_paths import leaves_with_segments, path_name
 
 __all__ = ["Distribution", "StrategyRules"]
@@ -52,14 +52,24 @@ class Distribution:
             )
         device_model(self.device, "cpu")
 
-    def leaves(self, tree: Any, views: Sequence[BoundView], dtypes: Sequence[Any]) -> list[Leaf]:
-        """What the planner takes."""
+    def leaves(
+        self,
+        tree: Any,
+        views: Sequence[BoundView],
+        dtypes: Sequence[Any],
+        homes: Sequence[Layout] | None = None,
+    ) -> list[Leaf]:
+        """What the planner takes; `homes` says where the results will lie, if elsewhere."""
         paths = [path for path, _ in leaves_with_segments(tree)]
-        rows = zip(paths, views, read_layouts(tree, self.param_shardings), dtypes, strict=True)
-        return [
-            Leaf(path_name(p), view, layout, jnp.dtype(dtype).name, self._strategy_of(p))
-            for p, view, layout, dtype in rows
+        layouts = read_layouts(tree, self.param_shardings)
+        ends = [
+            home if home and _ends_whole(view, layout, home) else None
+            for view, layout, home in zip(views, layouts, homes or [None] * len(views), strict=True)
         ]
+        names = [jnp.dtype(dtype).name for dtype in dtypes]
+        asked = [self._strategy_of(path) for path in paths]
+        rows = zip(map(path_name, paths), views, layouts, names, asked, ends, strict=True)
+        return [Leaf(*row) for row in rows]
 
     def _strategy_of(self, path: tuple[str, ...]) -> str:
         if isinstance(self.strategy, str):
@@ -104,6 +114,14 @@ class Distribution:
             for i, result in zip(members, done, strict=True):
                 results[i] = result
         return results
+
+
+def _ends_whole(view: BoundView, layout: Layout, home: Layout) -> bool:
+    """Whether the results go whole to every device that had a slice."""
+    same_batch = all(home.spec[a] == layout.spec[a] for a in view.batch_axes) if home.spec else True
+    is_known = bool(layout.known and home.known) and layout.mesh == home.mesh
+    is_cut = layout.count(layout.axes_of(view.stack_axes)) > 1
+    return is_known and is_cut and same_batch and not home.axes_of(view.stack_axes)
 
 
 def _warn_of_unknown(leaves: Sequence[Leaf]) -> None:

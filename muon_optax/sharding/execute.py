@@ -56,8 +56,8 @@ def run_bucket(
         ]
         starts = [sum(x.shape[0] for x in stacks[:i]) for i in range(len(stacks))]
         return [
-            leaf.view.unstack(_take(done, start, stack.shape[0]), mix.shape)
-            for leaf, start, stack, mix in zip(leaves, starts, stacks, mixes, strict=True)
+            leaf.view.unstack(_take(done, start, stack.shape[0]), (leaf.home or leaf.layout).block)
+            for leaf, start, stack in zip(leaves, starts, stacks, strict=True)
         ]
 
     layout = bucket.leaf.layout
@@ -65,11 +65,12 @@ def run_bucket(
     if not axes or layout.mesh is None:
         return body(scalars, operands)
     specs = [leaf.layout.partition_spec for leaf in leaves]
+    ends = [(leaf.home or leaf.layout).partition_spec for leaf in leaves]
     return jax.shard_map(
         body,
         mesh=layout.mesh,
         in_specs=(PartitionSpec(), [(spec,) * len(operands[0]) for spec in specs]),
-        out_specs=specs,
+        out_specs=ends,
         axis_names=axes,
     )(scalars, operands)
 
@@ -129,9 +130,11 @@ class _Group:
 
     def all(self, x: jax.Array) -> jax.Array:
         """Undoes `own`: the parts of all replicas."""
-        if self.replicas == 1:
-            return x
-        return jax.lax.all_gather(x, self.share.axes, tiled=True, to="invarying")
+        return _gather(x, self.share.axes if self.replicas > 1 else ())
+
+    @property
+    def ends_whole(self) -> bool:
+        return self.leaf.home is not None
 
     def swap(self, x: jax.Array) -> jax.Array:
         """(shards, ...) by destination -> (shards, ...) by source."""
@@ -184,8 +187,11 @@ def _by_owners(x: jax.Array, group: _Group, solver: Solver) -> jax.Array:
         whole = jax.lax.cond(has_one, solve, lambda y: y, whole)
     else:
         whole = solver.whole(whole, group.leaf.view)
-    parts = group.swap(group.disassemble(whole))
-    x = group.all(parts.reshape(-1, *parts.shape[2:]))
+    if group.ends_whole:
+        x = group.all(_gather(whole, group.leaf.shard_axes))
+    else:
+        parts = group.swap(group.disassemble(whole))
+        x = group.all(parts.reshape(-1, *parts.shape[2:]))
     return jnp.roll(x, -offset, axis=0)[:count] if is_rest else x
 
 
@@ -202,8 +208,10 @@ def _solve_gathered(x: jax.Array, group: _Group, solver: Solver) -> jax.Array:
     axes = group.leaf.shard_axes
     if group.shards == 1:
         return solver.whole(x, group.leaf.view)
-    parts = jax.lax.all_gather(x, axes)
+    parts = _gather(x[None], axes)
     whole = solver.whole(group.assemble(parts), group.leaf.view)
+    if group.ends_whole:
+        return whole
     index = jax.lax.axis_index(axes)
     return jax.lax.dynamic_index_in_dim(group.disassemble(whole), index, keepdims=False)
 
@@ -220,6 +228,11 @@ def _solve_slices(x: jax.Array, group: _Group, solver: Solver) -> jax.Array:
     (matrices,) = block.split_stack(x)
     axis = -1 if view.fan_in <= view.fan_out else -2
     return block.merge_stack([solver.slices(matrices, axis, exchange, axes)])
+
+
+def _gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The blocks of all devices along mesh axes, one after the other: the same on each of them."""
+    return jax.lax.all_gather(x, axes, tiled=True, to="invarying") if axes else x
 
 
 def _pad(x: jax.Array, count: int) -> jax.Array:

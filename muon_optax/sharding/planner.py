@@ -34,6 +34,7 @@ class Leaf:
       layout: how it lies.
       dtype: the dtype to exchange and compute in, by name.
       strategy: 'auto', or the strategy that the user asks for.
+      home: where the results go, if they go whole to every device that had a slice, as in ZeRO-1.
     """
 
     path: str
@@ -41,6 +42,7 @@ class Leaf:
     layout: Layout
     dtype: str
     strategy: str = "auto"
+    home: Layout | None = None
 
     @property
     def batch_axes(self) -> Axes:
@@ -63,7 +65,7 @@ class Leaf:
         layout = self.layout
         spec = tuple(layout.spec[a] for a in self.view.stack_axes) if layout.mesh else ()
         place = (layout.mesh, spec, self.batch_axes, layout.free, layout.manual, layout.is_known)
-        return (self.view.matrix_key, *place, self.dtype, self.strategy)
+        return (self.view.matrix_key, *place, self.dtype, self.strategy, self.home is None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +166,8 @@ def _work(leaf: Leaf, solver: NewtonSchulz | None) -> Work:
     mesh = leaf.layout.mesh
     sizes = () if mesh is None else tuple(mesh.shape.items())
     each = flops // leaf.view.batch
-    return Work(rows, columns, dtype.itemsize, each, leaf.shard_axes, leaf.layout.free, sizes)
+    free, ends_whole = leaf.layout.free, leaf.home is not None
+    return Work(rows, columns, dtype.itemsize, each, leaf.shard_axes, free, sizes, ends_whole)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,6 +223,8 @@ class _Chooser:
     def _why_not_gram(self) -> str | None:
         view, solver = self.leaf.view, self.solver
         long = view.output_axes if view.fan_out >= view.fan_in else view.reduction_axes
+        if self.leaf.home is not None:
+            return "the results go whole to every device"
         if solver is None:
             return "a function of the user's needs whole matrices"
         if solver.schedule.preconditioning == "spectral":

@@ -21,7 +21,6 @@ __all__ = [
     "Declared",
     "Layout",
     "declared_specs",
-    "home",
     "mesh_of",
     "place",
     "read_layout",
@@ -221,17 +220,22 @@ def _whole(
     )
 
 
-def home(tree: Any, declared: Any) -> Any:
-    """Where each leaf lies, as `place` takes it; None where only the partitioner knows."""
-    layouts = read_layouts(tree, declared)
-    specs = [x.written if x.known else None for x in layouts]
-    return jax.tree.structure(tree).unflatten(specs)
+def place(tree: Any, where: Any) -> Any:
+    """Moves each leaf of a tree to another layout.
 
+    Args:
+      tree: arrays.
+      where: as `declared` in `declared_specs`, or a list with a `Layout` for each leaf. A leaf of
+        which nothing is said or known stays.
 
-def place(tree: Any, declared: Any) -> Any:
-    """Moves each leaf to where it is declared to lie; leaves without a declaration stay."""
+    Returns:
+      The tree, moved.
+    """
     leaves, treedef = jax.tree.flatten(tree)
-    specs = declared_specs(declared, tree)
+    if isinstance(where, list) and all(isinstance(x, Layout) for x in where):
+        specs = [layout.written if layout.known else None for layout in where]
+    else:
+        specs = declared_specs(where, tree)
     return treedef.unflatten([_placed(x, spec) for x, spec in zip(leaves, specs, strict=True)])
 
 
