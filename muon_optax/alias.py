@@ -10,6 +10,7 @@ import optax
 from muon_optax.checks import (
     check_choice,
     check_decay,
+    check_flag,
     check_mask,
     check_number,
 )
@@ -53,6 +54,7 @@ def muon(
     adam_eps_root: jax.typing.ArrayLike = 0.0,
     adam_weight_decay: ScalarOrSchedule = 0.0,
     adam_learning_rate: ScalarOrSchedule | None = None,
+    adam_nesterov: bool | None = None,
     muon_weight_dimension_numbers: Views = None,
     consistent_rms: jax.typing.ArrayLike | None = None,
     bias_correction: bool = True,
@@ -96,6 +98,8 @@ def muon(
       adam_eps_root: AdamW's epsilon under the root.
       adam_weight_decay: AdamW's weight decay, always decoupled.
       adam_learning_rate: AdamW's learning rate; None is `learning_rate`.
+      adam_nesterov: Nesterov momentum for AdamW; None is `nesterov`. PyTorch's systems pair Muon's
+        with a plain AdamW.
       muon_weight_dimension_numbers: which axes make the matrices: a view (`MuonDimensionNumbers`,
         `MatrixView`), a tree of views (or a prefix of one) with None for AdamW, or a function of
         the parameters that returns one; a function that returns None sends all to AdamW. Views beat
@@ -156,6 +160,8 @@ def muon(
         check_decay(name, value)
     for name, value in {"eps": eps, "adam_eps_root": adam_eps_root}.items():
         check_decay(name, value, below=math.inf)
+    if adam_nesterov is not None:
+        check_flag("adam_nesterov", adam_nesterov)
     check_mask("weight_decay_mask", weight_decay_mask)
     check_choice("weight_decay_kind", weight_decay_kind, get_args(WeightDecayKind))
 
@@ -201,7 +207,7 @@ def muon(
         b2=adam_b2,
         eps=eps,
         eps_root=adam_eps_root,
-        nesterov=nesterov,
+        nesterov=nesterov if adam_nesterov is None else adam_nesterov,
     )
     return dispatch(
         lambda views: in_float32(muon_half(views)),
