@@ -8,6 +8,8 @@ import optax
 # Halves the time to compile, which is what these tests spend theirs on.
 QUICK = {"xla_backend_optimization_level": 0}
 
+apply_updates: Any = optax.apply_updates  # whose declared result is any tree of arrays
+
 
 def first_update(tx: Any, grads: Any, params: Any = None, *, jit: bool = False) -> Any:
     """The update of a fresh state; the parameters are the gradients where not given."""
@@ -22,7 +24,7 @@ def run(tx: Any, params: Any, grads: Any, *, jit: bool = False) -> tuple[Any, An
     updates = []
     for grad in grads:
         new, state = update(grad, state, params)
-        params = optax.apply_updates(params, new)
+        params = apply_updates(params, new)
         updates.append(new)
     return updates, state, params
 

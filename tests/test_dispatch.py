@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from running import first_update
+from running import apply_updates, first_update
 
 from muon_optax import MatrixView, MuonDimensionNumbers, MuonState, MuonWarning, Rule, muon
 from muon_optax.dispatch import dispatch
@@ -137,7 +137,7 @@ def test_leaves_that_are_not_floating_point_stay_as_they_are(jit):
     updates, state = (jax.jit(tx.update) if jit else tx.update)(grads, state, params)
     assert updates["key"].dtype == jax.dtypes.float0
     del params["key"], updates["key"]
-    new: Any = optax.apply_updates(params, updates)
+    new = apply_updates(params, updates)
     for name in ("steps", "on", "byte"):
         np.testing.assert_array_equal(new[name], params[name])
         assert new[name].dtype == params[name].dtype
@@ -150,7 +150,7 @@ def test_gradients_of_integers_as_jax_makes_them():
 
     params = {"w": jnp.ones((4, 6)), "steps": jnp.arange(3)}
     update = first_update(muon(0.1), jax.grad(loss, allow_int=True)(params), params)
-    new: Any = optax.apply_updates(params, update)
+    new = apply_updates(params, update)
     np.testing.assert_array_equal(new["steps"], [0, 1, 2])
 
 

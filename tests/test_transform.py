@@ -256,7 +256,7 @@ def test_double_precision():
         assert 1e-9 <= reference.relative_error(update["single"], want) <= 1e-5
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mu_dtype", [None, "float32", "float16"])
 def test_strict_promotion(dtype, mu_dtype):
     grad = {"w": jnp.ones((6, 10), dtype)}

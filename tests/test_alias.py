@@ -1,0 +1,350 @@
+"""The whole optimizer: the conventions of other systems, dtypes, state and options."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+from running import apply_updates, dtypes, first_update, run
+
+from muon_optax import MuonDimensionNumbers, Rule, muon
+
+RATE, DECAY = 0.1, 0.02
+
+
+def trail(seed=0, shape=(12, 20), steps=3):
+    """A parameter and its gradients, as float32 arrays."""
+    first, *rest = reference.gradients(seed, *shape, steps=steps + 1)
+    return {"w": jnp.asarray(first)}, [{"w": jnp.asarray(g)} for g in rest]
+
+
+def assert_follows(options, bound=1e-5, shape=(12, 20), **reference_options):
+    """Compares a run with the one written out in numpy."""
+    params, grads = trail(shape=shape)
+    updates, _, _ = run(muon(**options), params, grads)
+    want = reference.muon(params["w"], [g["w"] for g in grads], **reference_options)
+    for got, right in zip(updates, want, strict=True):
+        assert reference.relative_error(got["w"], right) <= bound
+
+
+MOMENTA = list(itertools.product([True, False], ["ema", "sum"]))
+
+
+@pytest.mark.parametrize("kind", ["decoupled", "l2", "independent"])
+@pytest.mark.parametrize(("nesterov", "form"), MOMENTA)
+def test_the_convention_of_torch(nesterov, form, kind):
+    # torch.optim.Muon: m = (1 - b) g + b m, then (1 - b) g + b m again for Nesterov; Dion and
+    # Moonlight keep M = b M + g and take g + b M.
+    momentum = {"nesterov": nesterov, "bias_correction": False}
+    assert_follows(
+        {
+            "learning_rate": RATE,
+            "weight_decay": DECAY,
+            "weight_decay_kind": kind,
+            "momentum": form,
+            **momentum,
+        },
+        learning_rate=RATE,
+        weight_decay=DECAY,
+        kind=kind,
+        form=form,
+        **momentum,
+    )
+
+
+def test_without_bias_correction_the_two_nesterov_forms_have_one_direction():
+    params, grads = trail()
+    average, _, _ = run(muon(1.0, bias_correction=False), params, grads)
+    total, _, _ = run(muon(1.0, momentum="sum", bias_correction=False), params, grads)
+    for a, b in zip(average, total, strict=True):
+        assert reference.relative_error(a["w"], b["w"]) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", ["decoupled", "l2", "independent"])
+def test_schedules_of_rate_and_decay_count_from_zero(kind):
+    def rate(count):
+        return 0.1 * (count + 1)
+
+    def decay(count):
+        return 0.02 * count
+
+    options: dict[str, Any] = {"learning_rate": rate, "weight_decay": decay}
+    assert_follows({"weight_decay_kind": kind, **options}, kind=kind, **options)
+
+
+@pytest.mark.parametrize("kind", ["decoupled", "l2", "independent"])
+def test_the_state_of_the_momentum_comes_first_in_every_kind(kind):
+    params, _ = trail()
+    state: Any = muon(0.1, weight_decay=0.1, weight_decay_kind=kind).init(params)
+    first = state.inner_states["muon"].inner_state[0]
+    assert type(first).__name__ == "MuonState"
+    assert first._fields == ("count", "mu")
+
+
+@pytest.mark.parametrize("kind", ["decoupled", "l2", "independent"])
+def test_decay_touches_what_its_mask_says(kind):
+    params = {"a": jnp.eye(2), "b": jnp.eye(2), "bias": jnp.ones(2)}
+    zero = jax.tree.map(jnp.zeros_like, params)
+    mask = {"a": True, "b": False, "bias": True}
+    tx = muon(0.5, weight_decay=0.1, weight_decay_kind=kind, weight_decay_mask=mask)
+    update = first_update(tx, zero, params)
+    want = {
+        "decoupled": -0.05 * np.eye(2),
+        "independent": -0.1 * np.eye(2),
+        "l2": -0.5 * reference.newton_schulz(np.eye(2)),  # orthogonalised with the gradient
+    }
+    np.testing.assert_allclose(update["a"], want[kind], rtol=1e-5, atol=1e-7)
+    np.testing.assert_array_equal(update["b"], np.zeros((2, 2)))
+    np.testing.assert_array_equal(update["bias"], np.zeros(2))
+
+
+@pytest.mark.parametrize("scale", ["shape_scaling", "match_rms_adamw", "unit_rms_norm", "none"])
+def test_scales(scale):
+    factors = {"shape_scaling": 2, "match_rms_adamw": 0.8, "unit_rms_norm": 2, "none": 1}
+    assert_follows(
+        {"learning_rate": RATE, "scale": scale, "scale_factor": 3.0},
+        shape=(4, 16),
+        learning_rate=RATE,
+        factor=3.0 * factors[scale],
+    )
+
+
+ADAMW = {"b1": 0.8, "b2": 0.95, "eps": 1e-6, "eps_root": 1e-9}
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_the_rest_gets_optax_adamw(nesterov):
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.ones((2, 2)), "bias": jnp.ones(4), "scale": jnp.ones(())}
+    grads = [
+        jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), params)
+        for _ in range(3)
+    ]
+    options: dict[str, Any] = {
+        "eps": ADAMW["eps"],
+        **{f"adam_{k}": ADAMW[k] for k in ("b1", "b2", "eps_root")},
+    }
+    tx = muon(0.3, adam_weight_decay=DECAY, nesterov=nesterov, **options)
+    got, _, _ = run(tx, params, grads)
+    theirs = optax.adamw(0.3, weight_decay=DECAY, nesterov=nesterov, **ADAMW)
+    want, _, _ = run(theirs, params, grads)
+    for name in ("bias", "scale"):
+        np.testing.assert_allclose(
+            [u[name] for u in got], [u[name] for u in want], rtol=1e-6, atol=1e-8
+        )
+
+
+def test_a_large_epsilon_is_allowed():
+    update = first_update(muon(1.0, eps=8.0), {"w": jnp.eye(2), "b": jnp.ones(3)})
+    np.testing.assert_allclose(update["b"], first_update(optax.nadam(1.0, eps=8.0), jnp.ones(3)))
+
+
+@pytest.mark.parametrize("mu_dtype", [None, "bfloat16", "float32", "complex64"])
+def test_moments_of_complex_leaves_are_complex(mu_dtype):
+    params = {"w": jnp.eye(2), "b": jnp.array([1 + 1j, 2 - 3j]), "r": jnp.ones(3)}
+    tx = muon(0.1, mu_dtype=mu_dtype)
+    updates, state, _ = run(tx, params, [params, params])
+    exact, _, _ = run(optax.nadamw(0.1, weight_decay=0.0), params, [params, params])
+    np.testing.assert_allclose(updates[1]["b"], exact[1]["b"], rtol=1e-2)
+    moments = state.inner_states["adam"].inner_state[0].mu
+    assert moments["b"].dtype == jnp.complex64
+    real = "float32" if mu_dtype in (None, "complex64") else mu_dtype
+    assert moments["r"].dtype == real
+    assert dtypes(updates[1]) == dtypes(params)
+
+
+def test_no_weak_types_and_types_that_stay():
+    params = {"w": jnp.full((2, 3), 1.0), "b": jnp.full(3, 1.0), "s": jnp.asarray(2.0)}
+    assert all(x.weak_type for x in jax.tree.leaves(params))
+    for tx in (muon(0.1), muon(0.1, weight_decay=0.1, weight_decay_kind="independent")):
+        tx: Any = tx
+        state = tx.init(params)
+        updates, new = tx.update(params, state, params)
+        assert not any(x.weak_type for x in jax.tree.leaves((state, updates, new)))
+        assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, state)
+
+
+@pytest.mark.parametrize("mu_dtype", [None, "bfloat16"])
+def test_a_scan_over_steps(mu_dtype):
+    params = {
+        "w": jnp.ones((4, 6), jnp.bfloat16),
+        "b": jnp.ones(3, jnp.float16),
+        "c": jnp.ones(2, jnp.complex64),
+    }
+    tx: Any = muon(optax.linear_schedule(0.1, 0.0, 9), mu_dtype=mu_dtype, weight_decay=0.1)
+
+    def step(carry, _):
+        params, state = carry
+        updates, state = tx.update(params, state, params)
+        return (apply_updates(params, updates), state), dtypes_as_zeros(updates)
+
+    carry = (params, tx.init(params))
+    (after, _), seen = jax.jit(lambda c: jax.lax.scan(step, c, length=3))(carry)
+    assert dtypes(after) == dtypes(params) == dtypes(seen)
+    by_hand = carry
+    for _ in range(3):
+        by_hand, _ = step(by_hand, None)
+    np.testing.assert_allclose(
+        np.asarray(after["w"], np.float32), np.asarray(by_hand[0]["w"], np.float32), rtol=1e-2
+    )
+
+
+def dtypes_as_zeros(tree):
+    return jax.tree.map(lambda x: jnp.zeros((), x.dtype), tree)
+
+
+def test_one_buffer_each_and_donation_right_after_init():
+    params = {"w": jnp.zeros((4, 6)), "v": jnp.zeros((4, 6)), "b": jnp.zeros(3)}
+    tx: Any = muon(0.1)
+    state = tx.init(params)
+    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state))]
+    assert len(set(pointers)) == len(pointers)
+    grads = jax.tree.map(jnp.ones_like, params)
+
+    def step(params, state):
+        updates, state = tx.update(grads, state, params)
+        return apply_updates(params, updates), state
+
+    want = step(params, state)
+    donated = jax.jit(step, donate_argnums=(0, 1))(params, state)
+    assert all(x.is_deleted() for x in jax.tree.leaves(params))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), donated, want)
+    jax.jit(step, donate_argnums=(0, 1))(*donated)
+
+
+def test_an_abstract_init_equals_the_concrete_one():
+    params = {
+        "w": jnp.ones((4, 6), jnp.bfloat16),
+        "b": jnp.ones(3),
+        "c": jnp.ones(2, jnp.complex64),
+        "i": jnp.arange(3),
+    }
+    tx: Any = muon(lambda count: 0.1, mu_dtype=jnp.float32, weight_decay=lambda count: 0.1)
+    concrete = tx.init(params)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    for other in (jax.eval_shape(tx.init, params), tx.init(shapes), jax.jit(tx.init)(params)):
+        assert jax.tree.structure(other) == jax.tree.structure(concrete)
+        assert dtypes(other) == dtypes(concrete)
+        assert jax.tree.map(jnp.shape, other) == jax.tree.map(jnp.shape, concrete)
+
+
+def test_numpy_parameters_and_gradients():
+    params = {"w": np.asarray(reference.matrix(0, 4, 6)), "b": np.ones(3, np.float32)}
+    got = first_update(muon(0.1, weight_decay=0.1), params)
+    want = first_update(muon(0.1, weight_decay=0.1), jax.tree.map(jnp.asarray, params))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_an_orthogonaliser_of_the_users():
+    _, (grad,) = trail(steps=1)
+    options: dict[str, Any] = {
+        "orthogonalizer": lambda x: x,
+        "scale": "none",
+        "bias_correction": False,
+    }
+    got = first_update(muon(1.0, **options, nesterov=False), grad)["w"]
+    np.testing.assert_allclose(got, -0.05 * grad["w"], rtol=1e-5)
+
+    def polar(x):
+        u, _, v = jnp.linalg.svd(x, full_matrices=False)
+        return u @ v
+
+    got = first_update(muon(1.0, orthogonalizer=polar, scale="match_rms_adamw"), grad)["w"]
+    values = np.linalg.svd(got, compute_uv=False)
+    np.testing.assert_allclose(values, 0.2 * 20**0.5, rtol=1e-5)
+
+
+def test_several_learning_rates_by_a_partition_of_several():
+    params = {"slow": {"w": jnp.eye(3), "b": jnp.ones(2)}, "fast": {"w": jnp.eye(3)}}
+    tx = optax.partition(
+        {"slow": muon(0.1, scale="none"), "fast": muon(0.4, scale="none")},
+        {"slow": "slow", "fast": "fast"},
+    )
+    update = first_update(tx, params)
+    np.testing.assert_allclose(update["fast"]["w"], 4 * update["slow"]["w"], rtol=1e-6)
+    np.testing.assert_allclose(update["slow"]["b"], first_update(optax.nadam(0.1), jnp.ones(2)))
+
+
+@pytest.mark.xfail(
+    raises=jax.dtypes.TypePromotionError,
+    reason="optax.adamw: its bias correction raises a Python float to an int32 count",
+    strict=True,
+)
+def test_strict_promotion():
+    with jax.numpy_dtype_promotion("strict"):
+        first_update(muon(0.1), {"w": jnp.ones((2, 3)), "b": jnp.ones(3)})
+
+
+def test_strict_promotion_fails_in_optax_alone():
+    with (
+        jax.numpy_dtype_promotion("strict"),
+        pytest.raises(jax.dtypes.TypePromotionError),
+    ):
+        first_update(optax.adamw(0.1), {"b": jnp.ones(3)})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"learning_rate": -0.1}, ValueError, "learning_rate must be finite and not negative"),
+        ({"learning_rate": "0.1"}, TypeError, "learning_rate must be a number or a schedule"),
+        ({"learning_rate": None}, TypeError, "learning_rate must be a number or a schedule"),
+        ({"adam_learning_rate": -1}, ValueError, "adam_learning_rate must be finite"),
+        ({"weight_decay": -0.1}, ValueError, "weight_decay must be finite and not negative"),
+        ({"adam_weight_decay": True}, TypeError, "adam_weight_decay must be a number or a sche"),
+        ({"weight_decay_mask": "false"}, TypeError, "weight_decay_mask must be True or False"),
+        ({"weight_decay_kind": "L2"}, ValueError, "weight_decay_kind must be one of .*'l2'"),
+        ({"ns_coeffs": "muon"}, ValueError, "ns_coeffs='muon' is no schedule; allowed are"),
+        ({"ns_coeffs": (1.0, 2.0)}, ValueError, r"ns_coeffs has shape \(2,\)"),
+        ({"ns_steps": 0}, ValueError, "ns_steps=0"),
+        ({"ns_steps": -1}, ValueError, "ns_steps=-1"),
+        ({"ns_steps": "3"}, TypeError, "ns_steps='3'"),
+        ({"ns_steps": True}, TypeError, "ns_steps=True is a bool"),
+        ({"ns_steps": 2.0}, TypeError, "ns_steps=2.0 is a float"),
+        ({"ns_coeffs": "dion", "ns_steps": 3}, ValueError, "ns_steps=3, but ns_coeffs has 5 rows"),
+        ({"beta": 1.5}, ValueError, r"beta must be in \[0, 1.0\), got 1.5"),
+        ({"beta": -0.1}, ValueError, r"beta must be in \[0, 1.0\), got -0.1"),
+        ({"eps": -1e-8}, ValueError, "eps must be finite and not negative"),
+        ({"adam_b1": 1.0}, ValueError, "adam_b1 must be in"),
+        ({"adam_b2": jnp.bfloat16(0.5)}, TypeError, "adam_b2 came as a bfloat16 array"),
+        ({"adam_eps_root": "0"}, TypeError, "adam_eps_root must be a number, got '0'"),
+        ({"mu_dtype": "int32"}, TypeError, "mu_dtype must be a floating-point dtype"),
+        ({"nesterov": "false"}, TypeError, "nesterov must be True or False, got 'false'"),
+        ({"adaptive": 1}, TypeError, "adaptive must be True or False, got 1"),
+        ({"bias_correction": "no"}, TypeError, "bias_correction must be True or False"),
+        ({"preconditioning": "none"}, ValueError, "preconditioning='none'; allowed are"),
+        ({"momentum": "heavy"}, ValueError, "momentum must be one of"),
+        ({"scale": "rms"}, ValueError, "scale must be one of"),
+        ({"scale": "none", "consistent_rms": 0.2}, ValueError, "scale or consistent_rms, not both"),
+        ({"scale_factor": "1"}, TypeError, "scale_factor must be a number"),
+        ({"ns_method": "fast"}, ValueError, "method='fast'; allowed are"),
+        ({"ns_dtype": "bf16"}, TypeError, "ns_dtype must be a floating-point dtype"),
+        ({"ns_precision": "max"}, ValueError, "precision='max'; allowed are"),
+        ({"orthogonalizer": "svd"}, TypeError, "orthogonalizer must be a function, got 'svd'"),
+        ({"partition": 3}, TypeError, "partition must be a sequence of Rule.*got 3"),
+        ({"partition": [Rule("a", "adam"), "muon"]}, TypeError, "rules or labels, not both"),
+        ({"strategy": "fastest"}, ValueError, "strategy must be one of"),
+        ({"max_workspace_bytes": 0}, ValueError, "max_workspace_bytes must be a positive integer"),
+    ],
+)
+def test_options_are_checked_at_construction(options, error, message):
+    with pytest.raises(error, match=message):
+        muon(**{"learning_rate": 0.1, **options})
+
+
+def test_axes_are_checked_at_init():
+    params = {"block": {"kernel": jnp.ones((2, 3, 4))}}
+    tx = muon(0.1, muon_weight_dimension_numbers=MuonDimensionNumbers(5, 7))
+    with pytest.raises(ValueError, match=r"(?s)block/kernel: .*\[-3, 2\].*\(2, 3, 4\).*got 5"):
+        tx.init(params)
+
+
+def test_the_learning_rate_has_optax_type():
+    import inspect
+
+    annotation = inspect.signature(muon).parameters["learning_rate"].annotation
+    assert annotation == optax.ScalarOrSchedule
