@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from muon_optax.leaf_kinds import check_arrays, is_float_leaf
 from muon_optax.matrix_view import MuonDimensionNumbers
-from muon_optax.partition import is_float_leaf, warn_about
+from muon_optax.partition import warn_about
 from muon_optax.rules import Rule, Shape, default_rules, words
 from muon_optax.tree_paths import (
     Segments,
@@ -74,7 +75,7 @@ def flax_matrix_views(params: Any, *, scanned: Sequence[str] | str = ()) -> Any:
       although `scanned` leaves them out.
 
     Raises:
-      ValueError: for patterns in `scanned` that match nothing.
+      ValueError: for patterns in `scanned` that match nothing, or leaves that are no arrays.
 
     Example:
       >>> kernel = jax.ShapeDtypeStruct((3, 3, 16, 32), jnp.float32)
@@ -84,6 +85,7 @@ def flax_matrix_views(params: Any, *, scanned: Sequence[str] | str = ()) -> Any:
     patterns = (scanned,) if isinstance(scanned, str) else tuple(scanned)
     stacks = [Rule(pattern, "muon", "scanned") for pattern in patterns]
     _check_patterns(stacks, params)
+    check_arrays(leaves_with_segments(params))
     leaves = _leaves(params, stacks)
     axes = {leaf.segments: _axes(leaf) for leaf in leaves if not _is_adams(leaf)}
     warn_about(

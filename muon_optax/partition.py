@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from muon_optax.leaf_kinds import check_arrays, dtype_of, is_float_leaf
 from muon_optax.matrix_view import BoundView, MuonDimensionNumbers, View, bind_view, is_view
 from muon_optax.rules import LABELS, Label, Rule, Shape, default_rules, has_run, words
 from muon_optax.tree_paths import (
@@ -37,6 +38,7 @@ __all__ = [
     "assign",
     "default_rules",
     "has_run",
+    "is_float_leaf",
 ]
 
 
@@ -114,15 +116,6 @@ Choice = tuple[Label, str, View | None]
 Choose = Callable[[Segments, Shape], Choice]
 
 
-def is_float_leaf(leaf: Any) -> bool:
-    """Whether a leaf is floating point, real or complex (not an integer, bool, key or float0)."""
-    return jnp.issubdtype(_dtype(leaf), jnp.inexact)
-
-
-def _dtype(leaf: Any) -> Any:
-    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-
-
 def assign(params: Any, views: Views = None, partition: Partition = None) -> Assignment:
     """Decides for each leaf of `params`; leaves may be arrays, tracers or shape structs.
 
@@ -144,16 +137,9 @@ def assign(params: Any, views: Views = None, partition: Partition = None) -> Ass
     treedef = jax.tree.structure(params)
     if not leaves:  # an empty tree, or the placeholder of optax.tree_map_params
         return Assignment((), treedef)
-    problems = [
-        f"{path_name(path)}: got {type(leaf).__name__} {short(leaf)}"
-        for path, leaf in leaves
-        if not _is_array(leaf)
-    ]
-    raise_together(
-        problems, "parameters must be arrays; leave these out (equinox.filter does), or use None:"
-    )
+    check_arrays(leaves)
     choose = _chooser(params, views, partition)
-    decisions = []
+    decisions, problems = [], []
     for path, leaf in leaves:
         try:
             decisions.append(_decide(path, leaf, choose))
@@ -161,11 +147,6 @@ def assign(params: Any, views: Views = None, partition: Partition = None) -> Ass
             problems.append(f"{path_name(path)}: {error}")
     raise_together(problems, "muon can't take these leaves as declared:")
     return Assignment(tuple(decisions), treedef)
-
-
-def _is_array(leaf: Any) -> bool:
-    is_scalar = isinstance(leaf, bool | int | float | complex | np.generic)
-    return is_scalar or (hasattr(leaf, "dtype") and hasattr(leaf, "shape"))
 
 
 def _chooser(params: Any, views: Views, partition: Partition) -> Choose:
@@ -219,7 +200,7 @@ def as_rules(partition: Partition) -> tuple[Rule, ...] | None:
 
 
 def _decide(path: Segments, leaf: Any, choose: Choose) -> Decision:
-    shape, dtype = tuple(jnp.shape(leaf)), str(_dtype(leaf))
+    shape, dtype = tuple(jnp.shape(leaf)), str(dtype_of(leaf))
     if not is_float_leaf(leaf):
         return Decision(path, shape, dtype, "frozen", NOT_FLOAT)
     label, reason, view = choose(path, shape)

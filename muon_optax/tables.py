@@ -178,15 +178,15 @@ def update_stats(
       holds NaN or infinity.
 
     Raises:
-      ValueError: for less than one step, or as `report` does.
+      ValueError: for steps out of range, or as `report` does.
 
     Example:
       >>> stats = update_stats({"w": jnp.diag(jnp.array([3.0, 4.0]))})["w"]
       >>> [round(float(x), 4) for x in stats]
       [2.5, 3.0, 4.0]
     """
-    if steps < 1:
-        raise ValueError(f"steps must be 1 or more, got {steps}")
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps must be an integer of 1 or more, got {steps!r}")
     decisions = assign(updates, muon_weight_dimension_numbers, partition).decisions
     pairs = zip(decisions, jax.tree.leaves(updates), strict=True)
     return {path_name(d.segments): _stats(x, d.view, steps) for d, x in pairs if d.view is not None}

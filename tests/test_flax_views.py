@@ -410,6 +410,8 @@ def test_leaves_without_a_place_in_a_model():
     assert flax_matrix_views({}, scanned="layers") == {}
     others = {"key": jax.random.key(0), "ids": jnp.zeros((2, 3, 4), jnp.int32), "none": None}
     assert views_of(others) == {"ids": None, "key": None, "none": None}
+    with pytest.raises(ValueError, match=r"must be arrays.*\n  act: got"):
+        flax_matrix_views({"Dense_0": {"kernel": jnp.ones((4, 4))}, "act": jnp.tanh})
 
 
 def test_views_under_a_mask():

@@ -340,8 +340,10 @@ def test_views_rules_and_labels_choose_the_leaves():
 
 
 def test_steps_out_of_range_raise():
-    with pytest.raises(ValueError, match="1 or more, got 0"):
-        update_stats({"w": normal(4, 4)}, steps=0)
+    for steps in (0, 2.5, "3"):
+        wrong: Any = steps
+        with pytest.raises(ValueError, match=f"1 or more, got {steps!r}"):
+            update_stats({"w": normal(4, 4)}, steps=wrong)
     x = normal(4, 4)
     one = stats(x, steps=1)
     assert svd_range(x)[0] <= one.sigma_min <= one.sigma_max <= svd_range(x)[1]

@@ -1,0 +1,42 @@
+"""What a leaf is: floating point or not, or no array at all."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from muon_optax.tree_paths import Segments, path_name, raise_together, short
+
+__all__ = ["check_arrays", "dtype_of", "is_float_leaf"]
+
+
+def is_float_leaf(leaf: Any) -> bool:
+    """Whether a leaf is floating point, real or complex (not an integer, bool, key or float0)."""
+    return jnp.issubdtype(dtype_of(leaf), jnp.inexact)
+
+
+def dtype_of(leaf: Any) -> Any:
+    """The dtype of an array, a shape struct or a Python number."""
+    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+
+
+def check_arrays(leaves: Sequence[tuple[Segments, Any]]) -> None:
+    """Raises for leaves that are no arrays, as the functions and strings of an unfiltered model.
+
+    Raises:
+      ValueError: naming all of them.
+    """
+    others = [
+        f"{path_name(path)}: got {type(leaf).__name__} {short(leaf)}"
+        for path, leaf in leaves
+        if not _is_array(leaf)
+    ]
+    raise_together(
+        others, "parameters must be arrays; leave these out (equinox.filter does), or use None:"
+    )
+
+
+def _is_array(leaf: Any) -> bool:
+    is_scalar = isinstance(leaf, bool | int | float | complex | np.generic)
+    return is_scalar or (hasattr(leaf, "dtype") and hasattr(leaf, "shape"))
