@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -74,7 +75,8 @@ def gram(
 ) -> jax.Array:
     """The iteration on R = XXᴴ, which touches X only at the start, at restarts and at the end.
 
-    R and the product Q of the steps' factors are float32 at least: in half precision they diverge.
+    R and the product Q of the steps' factors are float32 at least: in half precision they diverge,
+    so their own products never have bfloat16 inputs either, the default on TPU.
     Source: Dao AI Lab, "Gram Newton–Schulz", github.com/Dao-AILab/gram-newton-schulz.
 
     Args:
@@ -88,32 +90,37 @@ def gram(
       An array like `x`.
     """
 
-    def square(r: jax.Array) -> jax.Array:
-        return commuting_product(r, r, precision)
-
+    times = functools.partial(commuting_product, precision=_at_least_high(precision))
     for start, end in itertools.pairwise((0, *schedule.restarts, len(schedule.rows))):
         r = exchange.reduce(gram_matrix(x, axis, precision))
         if start == 0:
-            r, r2, scale = precondition(r, schedule, square)
+            r, r2, scale = precondition(r, schedule, lambda r: times(r, r))
             x = _scaled(x, exchange.spread(scale), axis)
         else:
-            r2 = square(r)
-        q = _gram_steps(schedule.rows[start:end], r, r2, precision)
+            r2 = times(r, r)
+        q = _gram_steps(schedule.rows[start:end], r, r2, times)
         x = _apply(exchange.spread(q), x, axis, precision)
     return x
 
 
 def _gram_steps(
-    rows: tuple[Row, ...], r: jax.Array, r2: jax.Array, precision: str | None
+    rows: tuple[Row, ...],
+    r: jax.Array,
+    r2: jax.Array,
+    times: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
     """The product Q of some steps' factors, all polynomials of R."""
-    times = functools.partial(commuting_product, precision=precision)
     q = factor = _factor(rows[0], r, r2)
     for row in rows[1:]:
         r = times(factor, times(r, factor))
         factor = _factor(row, r, times(r, r))
         q = times(factor, q)
     return q
+
+
+def _at_least_high(precision: str | None) -> str | None:
+    effective = precision or jax.config.jax_default_matmul_precision
+    return "high" if effective in (None, "default", "fastest", "bfloat16") else precision
 
 
 def _factor(row: Row, a: jax.Array, a2: jax.Array) -> jax.Array:
