@@ -7,7 +7,7 @@ are chosen so that the busiest device has as little to do as possible.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import get_args
 
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from muon_optax.matrix_view import BoundView
 from muon_optax.polar import NewtonSchulz, resolve_schedule
 from muon_optax.sharding.cost import Cost, DeviceModel, Strategy, Work, estimate
 from muon_optax.sharding.specs import Axes, Layout
+from muon_optax.tree_paths import raise_together
 
 __all__ = ["STRATEGIES", "Bucket", "Leaf", "Share", "plan_leaves"]
 
@@ -137,7 +138,7 @@ def plan_leaves(
       The buckets, costliest matrices first.
 
     Raises:
-      ValueError: for strategies that a leaf's layout rules out, naming the leaf.
+      ValueError: listing the leaves whose layout rules out the strategy asked for.
     """
     groups: dict[tuple, list[int]] = {}
     for i, leaf in enumerate(leaves):
@@ -145,6 +146,7 @@ def plan_leaves(
     works = {key: _work(leaves[members[0]], solver) for key, members in groups.items()}
     largest = max((w.matrix_bytes for w in works.values()), default=0)
     budget = max_workspace_bytes or max(_MINIMUM_WORKSPACE, 6 * largest)
+    _check_strategies(leaves, works, solver)
     loads: dict[tuple, np.ndarray] = {}
     buckets = []
     for key in sorted(groups, key=lambda k: -works[k].flops):
@@ -155,6 +157,43 @@ def plan_leaves(
         shares = _Chooser(leaf, work, solver, device, load, budget).shares(count)
         buckets.append(Bucket(members, leaf, count, tuple(shares)))
     return tuple(buckets)
+
+
+def _check_strategies(
+    leaves: tuple[Leaf, ...], works: Mapping[tuple, Work], solver: NewtonSchulz | None
+) -> None:
+    problems = []
+    for leaf in leaves:
+        possible = _possible(leaf, works[leaf.key], solver)
+        if leaf.strategy not in ("auto", *possible):
+            why = _why_not_gram(leaf, solver) if leaf.strategy == "gram" else "it is in pieces"
+            problems.append(f"{leaf.path}: {leaf.strategy!r} can't be, {why}; possible: {possible}")
+    raise_together(problems, "these leaves can't have the strategy asked for:")
+
+
+def _possible(leaf: Leaf, work: Work, solver: NewtonSchulz | None) -> list[Strategy]:
+    found: list[Strategy] = ["all_to_all", "gather"]
+    if work.shards == 1:
+        found.append("local")
+    if _why_not_gram(leaf, solver) is None:
+        found.append("gram")
+    return found
+
+
+def _why_not_gram(leaf: Leaf, solver: NewtonSchulz | None) -> str | None:
+    view = leaf.view
+    long = view.output_axes if view.fan_out >= view.fan_in else view.reduction_axes
+    if leaf.home is not None:
+        return "the results go whole to every device"
+    if solver is None:
+        return "a function of the user's needs whole matrices"
+    if solver.schedule.preconditioning == "spectral":
+        return "the spectral norm needs whole matrices"
+    if len(view.block_sizes) > 1:
+        return "fused blocks are cut from whole matrices"
+    if not leaf.shard_axes or leaf.layout.axes_of(long) != leaf.layout.axes_of(view.stack_axes):
+        return "the long side of a matrix, and that alone, must be sharded"
+    return None
 
 
 def _work(leaf: Leaf, solver: NewtonSchulz | None) -> Work:
@@ -199,43 +238,14 @@ class _Chooser:
 
     def _strategies(self, work: Work) -> list[Strategy]:
         possible = self._possible(work)
-        asked = self.leaf.strategy
-        if asked == "auto":
-            whole = work.owners == 1
-            return [s for s in possible if (s == "local") == whole and self._is_like_local(s)]
-        if asked in possible:
-            return [s for s in possible if s == asked]
-        if work.share_axes:
-            return []
-        raise ValueError(
-            f"{self.leaf.path}: strategy {asked!r} can't be; possible are {possible}"
-            + (f" ({why})" if (why := self._why_not_gram()) and asked == "gram" else "")
-        )
+        if self.leaf.strategy != "auto":
+            return [s for s in possible if s == self.leaf.strategy]
+        whole = work.owners == 1
+        return [s for s in possible if (s == "local") == whole and self._is_like_local(s)]
 
     def _possible(self, work: Work) -> list[Strategy]:
-        found: list[Strategy] = ["all_to_all", "gather"]
-        if work.shards == 1 and not work.share_axes:
-            found.append("local")
-        if self._why_not_gram() is None:
-            found.append("gram")
-        return found
-
-    def _why_not_gram(self) -> str | None:
-        view, solver = self.leaf.view, self.solver
-        long = view.output_axes if view.fan_out >= view.fan_in else view.reduction_axes
-        if self.leaf.home is not None:
-            return "the results go whole to every device"
-        if solver is None:
-            return "a function of the user's needs whole matrices"
-        if solver.schedule.preconditioning == "spectral":
-            return "the spectral norm needs whole matrices"
-        if len(view.block_sizes) > 1:
-            return "fused blocks are cut from whole matrices"
-        if not self.leaf.shard_axes or set(self.leaf.layout.axes_of(long)) != set(
-            self.leaf.shard_axes
-        ):
-            return "only the long side of a matrix may be sharded"
-        return None
+        found = _possible(self.leaf, work, self.solver)
+        return [s for s in found if s != "local" or not work.share_axes]
 
     def _is_like_local(self, strategy: Strategy) -> bool:
         """Whether the numbers are those of one device: there the Gram method may not be chosen."""

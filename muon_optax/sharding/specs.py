@@ -269,7 +269,10 @@ def _concrete_spec(x: Any) -> PartitionSpec | None:
 
 
 def _spec_of(x: Any, declared: Declared) -> PartitionSpec:
-    """The declared spec, else a concrete array's, else what the type says of Explicit axes."""
+    """What the type says where it says all, else the declared spec, else a concrete array's."""
+    typed = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
+    if typed is not None and set(typed.mesh.axis_types) == {AxisType.Explicit}:
+        return typed.spec
     if declared is not None:
         return declared.spec if isinstance(declared, NamedSharding) else declared
     return _concrete_spec(x) or jax.typeof(x).sharding.spec
