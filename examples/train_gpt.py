@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -13,14 +14,16 @@ from flax import nnx
 from gpt.config import Config, parse_options
 from gpt.corpus import Corpus, load_corpus, sample_windows, spread_windows
 from gpt.curves import Curve, compare, plot_curves, save_curves
+from gpt.layout import make_mesh, shard_batch, shard_parameters
 from gpt.model import GPT
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from muon_optax import muon, report
+from muon_optax import muon, plan, report
 
 
-def make_optimizer(name: str, config: Config) -> optax.GradientTransformation:
+def make_optimizer(name: str, config: Config, mesh: Mesh) -> optax.GradientTransformation:
     """Makes 'muon' or 'adamw', with the same clipping, warm-up, decay and weight decay."""
     adamw_lr = warmup_cosine(config.adamw_lr, config.steps)
     if name == "adamw":
@@ -33,6 +36,7 @@ def make_optimizer(name: str, config: Config) -> optax.GradientTransformation:
             adam_learning_rate=adamw_lr,
             adam_b2=0.95,
             adam_weight_decay=config.weight_decay,
+            param_shardings=shard_parameters(abstract_parameters(config), mesh),
         )
     return optax.chain(optax.clip_by_global_norm(1.0), tx)
 
@@ -42,9 +46,23 @@ def warmup_cosine(peak: float, steps: int) -> optax.Schedule:
     return optax.warmup_cosine_decay_schedule(peak / 10, peak, steps // 10, steps)
 
 
-def create_state(config: Config, tx: optax.GradientTransformation) -> tuple[GPT, nnx.Optimizer]:
-    """Makes the model with its initial weights, and the optimizer with its state."""
-    model = GPT(config.layers, config.width, config.context, rngs=nnx.Rngs(config.seed))
+def make_model(config: Config) -> GPT:
+    """Makes the model with its initial weights."""
+    return GPT(config.layers, config.width, config.context, rngs=nnx.Rngs(config.seed))
+
+
+def abstract_parameters(config: Config) -> nnx.State:
+    """The shapes and dtypes of the model's parameters."""
+    return nnx.state(nnx.eval_shape(lambda: make_model(config)), nnx.Param)
+
+
+def create_state(
+    config: Config, tx: optax.GradientTransformation, mesh: Mesh
+) -> tuple[GPT, nnx.Optimizer]:
+    """Makes the model and the optimizer, spread over the mesh."""
+    model = make_model(config)
+    params = nnx.state(model, nnx.Param)
+    nnx.update(model, jax.device_put(params, shard_parameters(params, mesh)))
     return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 
@@ -66,6 +84,7 @@ def train(
     tx: optax.GradientTransformation,
     config: Config,
     corpus: Corpus,
+    mesh: Mesh,
     on_step: Callable[[int, float, float], None],
 ) -> Curve:
     """Trains a model.
@@ -74,15 +93,16 @@ def train(
       tx: the optimizer.
       config: what to train and how.
       corpus: the text.
+      mesh: the devices to train on.
       on_step: called after each step with its number, its loss and the training seconds so far.
 
     Returns:
       The learning curve, with about forty evaluations.
     """
-    model, optimizer = create_state(config, tx)
-    batches = training_batches(corpus, config)
+    model, optimizer = create_state(config, tx, mesh)
+    batches = training_batches(corpus, config, mesh)
     compiled_step = train_step.lower(model, optimizer, next(batches)).compile()
-    validate = make_validation(corpus, config)
+    validate = make_validation(corpus, config, mesh)
     curve, losses, seconds = Curve(), [], 0.0
     evaluate_every = max(1, config.steps // 40)
     for step, text in enumerate(itertools.islice(batches, config.steps), start=1):
@@ -96,18 +116,18 @@ def train(
     return curve
 
 
-def training_batches(corpus: Corpus, config: Config) -> Iterator[jax.Array]:
+def training_batches(corpus: Corpus, config: Config, mesh: Mesh) -> Iterator[jax.Array]:
     """Yields random windows of the training text: int32 of shape (batch, context + 1)."""
     rng = np.random.default_rng(config.seed)
     while True:
         windows = sample_windows(corpus.train, rng, config.batch, config.context + 1)
-        yield jax.device_put(windows)
+        yield jax.device_put(windows, shard_batch(mesh))
 
 
-def make_validation(corpus: Corpus, config: Config) -> Callable[[GPT], float]:
+def make_validation(corpus: Corpus, config: Config, mesh: Mesh) -> Callable[[GPT], float]:
     """Makes a function that gives a model's loss on eight fixed batches of the held-out text."""
     windows = spread_windows(corpus.held_out, 8 * config.batch, config.context + 1)
-    batches = [jax.device_put(text) for text in np.split(windows, 8)]
+    batches = [jax.device_put(text, shard_batch(mesh)) for text in np.split(windows, 8)]
     loss = nnx.jit(next_byte_loss)
     return lambda model: float(np.mean([loss(model, text) for text in batches]))
 
@@ -138,31 +158,37 @@ def add_bar(progress: Progress, name: str, config: Config) -> Callable[[int, flo
 def main() -> None:
     """Trains as the command line says; shows how it goes and writes the learning curves."""
     options = parse_options(__doc__)
-    config, console = options.config, Console()
+    config, console = options.config, Console(width=None if sys.stdout.isatty() else 120)
     try:
         options.output.mkdir(parents=True, exist_ok=True)
         corpus = load_corpus(options.data, window=config.context + 1)
-        optimizers = {name: make_optimizer(name, config) for name in options.optimizers}
+        mesh = make_mesh(options.mesh)
+        optimizers = {name: make_optimizer(name, config, mesh) for name in options.optimizers}
     except (OSError, ValueError) as error:
         raise SystemExit(f"train_gpt.py: error: {error}") from None
 
-    show_setup(config, corpus, console)
+    show_setup(config, corpus, mesh, console)
     with make_progress(console) as progress:
         curves = {
-            name: train(tx, config, corpus, add_bar(progress, name, config))
+            name: train(tx, config, corpus, mesh, add_bar(progress, name, config))
             for name, tx in optimizers.items()
         }
     show_results(curves, console)
-    context = {"corpus": corpus.name, "config": dataclasses.asdict(config)}
+    context = {
+        "corpus": corpus.name,
+        "config": dataclasses.asdict(config),
+        "mesh": options.mesh,
+    }
     save_curves(options.output / "curves.json", curves, **context)
     plot_curves(options.output / "curves.png", curves)
     console.print(f"Learning curves: {options.output / 'curves.png'} and curves.json beside it")
 
 
-def show_setup(config: Config, corpus: Corpus, console: Console) -> None:
-    """Prints what each parameter gets from Muon, and what there is to learn."""
-    model, _ = create_state(config, optax.identity())
-    console.print(report(nnx.state(model, nnx.Param)))
+def show_setup(config: Config, corpus: Corpus, mesh: Mesh, console: Console) -> None:
+    """Prints what each parameter gets, what an update does on the mesh, and what to learn."""
+    params = abstract_parameters(config)
+    console.print(report(params))
+    console.print(plan(params, shard_parameters(params, mesh), ns_coeffs=config.schedule))
     console.print(str(corpus))
 
 

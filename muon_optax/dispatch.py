@@ -55,7 +55,7 @@ def dispatch(
             "muon": muon_half(assignment.views_of),
             "adam": adam_half,
         }
-        if _has_frozen(assignment, partition):
+        if _has_frozen(assignment, views, partition):
             transforms["frozen"] = optax.set_to_zero()
         return optax.partition(transforms, lambda _: assignment.labels())
 
@@ -77,12 +77,16 @@ def dispatch(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _has_frozen(assignment: Assignment, partition: Partition) -> bool:
+def _has_frozen(assignment: Assignment, views: Views, partition: Partition) -> bool:
     if assignment.decisions:
         return bool(assignment.segments("frozen"))
-    # `optax.tree_map_params` calls init on a placeholder without leaves: rules of the user's that
-    # freeze must match a leaf, so they tell what the state looks like.
-    return any(rule.label == "frozen" for rule in as_rules(partition) or ())
+    # `optax.tree_map_params` calls init on a placeholder without leaves. Views freeze nothing, rules
+    # that freeze must match a leaf and labels are leaves, so these tell what the state looks like.
+    if views is not None or callable(partition):
+        return False
+    rules = as_rules(partition)
+    labels = jax.tree.leaves(partition) if rules is None else [rule.label for rule in rules]
+    return "frozen" in labels
 
 
 def _check_partition(partition: Partition) -> None:

@@ -254,6 +254,8 @@ def bind_view(view: View, shape: tuple[int, ...]) -> BoundView:
       ((1, 64, 128),)
     """
     if isinstance(view, BoundView):
+        if view.shape != shape:
+            raise ValueError(f"the view is bound to shape {view.shape}, the leaf has {shape}")
         return view
     if len(shape) < 2:
         raise ValueError(f"a matrix needs two dims or more, got shape {shape}")

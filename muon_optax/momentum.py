@@ -1,7 +1,6 @@
 """Momentum: the buffer that is kept, and the mix of buffer and gradient that is orthogonalised."""
 
 import dataclasses
-import functools
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from muon_optax.checks import check_choice, check_decay, check_flag, check_float_dtype
+from muon_optax.dtypes import wide_dtype
 
 __all__ = ["Momentum", "MomentumForm", "MuonState", "moment_dtype", "zeros_like_parameter"]
 
@@ -97,12 +97,6 @@ def moment_dtype(wanted: Any, own: Any) -> jnp.dtype:
     is_complex = jnp.issubdtype(own, jnp.complexfloating)
     dtype = wide_dtype(wanted, jnp.complex64) if is_complex else jnp.finfo(wanted).dtype
     return jax.dtypes.canonicalize_dtype(dtype)
-
-
-def wide_dtype(*dtypes: Any) -> jnp.dtype:
-    """The dtype to form sums in: that of the operands, but at least float32."""
-    with jax.numpy_dtype_promotion("standard"):  # the widening is meant
-        return functools.reduce(jnp.promote_types, dtypes, jnp.dtype(jnp.float32))
 
 
 def _real(value: jax.typing.ArrayLike, dtype: Any) -> jax.Array:

@@ -262,10 +262,11 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def rich_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> Any:
     """The same table for rich (the `report` extra)."""
-    from rich.table import Table  # rich is optional
+    from rich.box import SIMPLE_HEAD  # rich is optional
+    from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, caption=note)
+    table = Table(title=title, caption=note, box=SIMPLE_HEAD, pad_edge=False)
     for name in header:
         table.add_column(name, overflow="fold")
     for row in rows:

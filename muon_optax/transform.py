@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from muon_optax.checks import check_decay, check_flag, check_float_dtype
+from muon_optax.dtypes import wide_dtype
 from muon_optax.matrix_view import BoundView, MuonDimensionNumbers
 from muon_optax.momentum import Momentum, MomentumForm, MuonState, Weights, mix
 from muon_optax.partition import Views, assign, is_float_leaf
@@ -195,7 +196,7 @@ def scale_by_shape(
     scaling = resolve_scaling(scale, scale_factor, consistent_rms)
 
     def scaled(x: jax.Array, view: BoundView, layout: Layout | None) -> jax.Array:
-        wide = jnp.promote_types(x.dtype, jnp.float32)
+        wide = wide_dtype(x.dtype)
         real = jnp.finfo(wide).dtype
         base = [scaling.base(m, n) for _, m, n in view.matrices]
         factor = jnp.asarray(view.per_block(base), real)
@@ -378,5 +379,5 @@ def compute_dtype(ns_dtype: Any, own: Any) -> Any:
     if ns_dtype is None:
         return own
     if jnp.issubdtype(own, jnp.complexfloating):
-        return jnp.promote_types(ns_dtype, jnp.complex64)
+        return wide_dtype(ns_dtype, jnp.complex64)
     return jnp.dtype(ns_dtype)

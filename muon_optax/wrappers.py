@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from muon_optax.momentum import moment_dtype, wide_dtype, zeros_like_parameter
+from muon_optax.dtypes import wide_dtype
+from muon_optax.momentum import moment_dtype, zeros_like_parameter
 from muon_optax.tree_paths import cast_like
 
 __all__ = ["chain_in_order", "decayed_weights", "in_float32", "in_parameter_layout"]

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from gpt.layout import parse_mesh
+
 __all__ = ["Config", "Options", "parse_options"]
 
 
@@ -50,12 +52,14 @@ class Options:
     Attributes:
       config: what to train and how.
       optimizers: 'muon', 'adamw' or both, in the order in which they run.
+      mesh: sizes of the mesh's axes, by name.
       data: a folder of text; None for Python's standard library.
       output: the folder to write to.
     """
 
     config: Config
     optimizers: tuple[str, ...]
+    mesh: dict[str, int]
     data: Path | None
     output: Path
 
@@ -70,7 +74,7 @@ def parse_options(description: str | None) -> Options:
     except ValueError as error:
         parser.error(str(error))
     optimizers = ("muon", "adamw") if args.optimizer == "both" else (args.optimizer,)
-    return Options(config, optimizers, args.data, args.output)
+    return Options(config, optimizers, args.mesh, args.data, args.output)
 
 
 def _make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -90,7 +94,8 @@ def _make_parser(description: str | None) -> argparse.ArgumentParser:
     add("--adamw-lr", type=rate, default=Config.adamw_lr, help="AdamW's, in Muon's run as well")
     add("--weight-decay", type=rate, default=Config.weight_decay, help="of both optimizers")
     add("--seed", type=_at_least(0), default=Config.seed, help="of weights and batches")
-    add("--data", type=Path, help="a folder of text instead of Python's standard library")
+    add("--mesh", type=parse_mesh, default="fsdp=8", help="of devices, such as data=2,fsdp=4")
+    add("--data", type=Path, help="a folder of text; None: Python's library")
     add("--output", type=Path, default=Path("demo"), help="the folder to write to")
     return parser
 

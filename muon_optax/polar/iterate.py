@@ -89,7 +89,6 @@ def gram(
     Returns:
       An array like `x`.
     """
-
     times = functools.partial(commuting_product, precision=_at_least_high(precision))
     for start, end in itertools.pairwise((0, *schedule.restarts, len(schedule.rows))):
         r = exchange.reduce(gram_matrix(x, axis, precision))
@@ -119,7 +118,8 @@ def _gram_steps(
 
 
 def _at_least_high(precision: str | None) -> str | None:
-    effective = precision or jax.config.jax_default_matmul_precision
+    default = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    effective = precision or default
     return "high" if effective in (None, "default", "fastest", "bfloat16") else precision
 
 

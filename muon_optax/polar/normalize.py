@@ -105,7 +105,8 @@ def _inverse_power_of_two(size: jax.Array) -> jax.Array:
     """2^−e for 2^e <= size < 2^(e+1), from the bits: frexp fails under vmap on an Explicit mesh."""
     info = jnp.finfo(size.dtype)
     integer = jnp.dtype(f"int{info.bits}")
-    exponent = lax.bitcast_convert_type(size, integer) >> info.nmant
+    bits = lax.bitcast_convert_type(size, integer)
     # Not below 1, the field of the smallest normal number: a subnormal factor would become zero.
-    inverse = jnp.maximum(2 * (info.maxexp - 1) - exponent, 1)
-    return lax.bitcast_convert_type(inverse << info.nmant, size.dtype)
+    inverse = jnp.maximum(2 * (info.maxexp - 1) - (bits >> info.nmant), 1)
+    factor = lax.bitcast_convert_type(inverse << info.nmant, size.dtype)
+    return jnp.where(bits == 0, 1, factor)

@@ -38,11 +38,13 @@ def newton_schulz(
     exactly zero for zero. A non-finite entry spoils its own matrix only.
 
     Args:
-      x: (..., m, n), real or complex floating point.
+      x: (..., m, n), float16, bfloat16, float32, float64, complex64 or complex128.
       ns_coeffs: A schedule's name, a triple that every step uses, or one triple for each step.
       ns_steps: The number of steps; None means the schedule's own length, five for a triple.
       method: 'standard', 'gram', or 'auto' for the one with fewer operations.
-      preconditioning: The norm to divide by; None means the schedule's own.
+      preconditioning: The norm to divide by, 'frobenius', 'spectral', 'schatten' (the Schatten-4
+        norm), 'schatten8', or 'aol', which changes the polar factor itself. None means the
+        schedule's own.
       dtype: The dtype of the products, 'bfloat16', 'float16', 'float32' or 'float64'; None means
         `x`'s. Sums are float32 at least. Complex input is computed in a complex dtype of at least
         that precision.
@@ -52,7 +54,7 @@ def newton_schulz(
       An array of the shape and dtype of `x`.
 
     Raises:
-      TypeError: `x` is not floating point, or an option has a wrong type.
+      TypeError: `x` is none of these dtypes, or an option has a wrong type.
       ValueError: `x` has fewer than two dimensions, or an option has a value that isn't allowed.
 
     >>> x = jnp.array([[3.0, 0.0, 0.0], [0.0, 0.0, -0.2]])
@@ -85,6 +87,8 @@ class NewtonSchulz:
     precision: PrecisionName | None = None
 
     def __post_init__(self):
+        if not isinstance(self.schedule, Schedule):
+            raise TypeError(f"schedule={self.schedule!r}; it must come from resolve_schedule.")
         _check_option("method", self.method, get_args(Method))
         _check_option("precision", self.precision, (None, *get_args(PrecisionName)))
         if self.dtype is not None:
@@ -120,6 +124,8 @@ class NewtonSchulz:
         [ 0.6 -0.8]
         """
         _check_matrices(x)
+        if not x.size:
+            return x
         y = _normalized(x, self.dtype, exchange.maximum)
         y = iterate.gram(y, self.schedule, axis=axis, precision=self.precision, exchange=exchange)
         return y.astype(x.dtype)
@@ -173,7 +179,8 @@ def _orthogonalize(config: NewtonSchulz, x: jax.Array) -> jax.Array:
 def _normalized(x: jax.Array, dtype: Any, maximum: Map = identity) -> jax.Array:
     """`x` in the dtype of the products, its largest entry near 1."""
     compute = _compute_dtype(x.dtype, dtype)
-    return near_one(x.astype(accumulator(compute)), maximum).astype(compute)
+    wide = jnp.promote_types(x.dtype, accumulator(compute))
+    return near_one(x.astype(wide), maximum).astype(compute)
 
 
 def _compute_dtype(own: Any, dtype: Any) -> Any:
@@ -186,8 +193,8 @@ def _compute_dtype(own: Any, dtype: Any) -> Any:
 
 
 def _check_matrices(x: jax.Array) -> None:
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        raise TypeError(f"x has dtype {x.dtype}; it must be floating point, real or complex.")
+    if x.dtype.name not in (*_DTYPES, "complex64", "complex128"):
+        raise TypeError(f"x has dtype {x.dtype}; allowed are {_DTYPES}, complex64 and complex128.")
     if x.ndim < 2:
         raise ValueError(f"x has shape {x.shape}; it must have at least two dimensions.")
 

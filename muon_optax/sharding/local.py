@@ -8,6 +8,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from muon_optax.dtypes import wide_dtype
 from muon_optax.matrix_view import BoundView
 from muon_optax.polar import Exchange, NewtonSchulz
 
@@ -71,7 +72,7 @@ class Solver:
 
 
 def _inner(x: jax.Array, y: jax.Array) -> jax.Array:
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = wide_dtype(x.dtype)
     return jnp.sum(x.astype(wide).conj() * y.astype(wide), axis=(-2, -1), keepdims=True)
 
 
