@@ -80,8 +80,8 @@ def dispatch(
 def _has_frozen(assignment: Assignment, views: Views, partition: Partition) -> bool:
     if assignment.decisions:
         return bool(assignment.segments("frozen"))
-    # `optax.tree_map_params` calls init on a placeholder without leaves. Views freeze nothing, rules
-    # that freeze must match a leaf and labels are leaves, so these tell what the state looks like.
+    # `optax.tree_map_params` calls init on a placeholder without leaves. Views freeze nothing,
+    # rules that freeze must match a leaf and labels are leaves: these tell how the state looks.
     if views is not None or callable(partition):
         return False
     rules = as_rules(partition)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import reference
 
-from muon_optax.momentum import Momentum, mix, moment_dtype, wide_dtype, zeros_like_parameter
+from muon_optax.dtypes import wide_dtype
+from muon_optax.momentum import Momentum, mix, moment_dtype, zeros_like_parameter
 
 CONVENTIONS = list(itertools.product([True, False], [True, False], ["ema", "sum"]))
 
