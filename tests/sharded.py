@@ -1,0 +1,138 @@
+"""Leaves on meshes: their gradients, the float64 answer of one device, and the updates."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import reference
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from muon_optax import DeviceModel, MatrixView, MuonDimensionNumbers, scale_by_muon
+
+# Two steps compile quickly; the iteration has tests of its own.
+FAST = ((2.0, -1.5, 0.5),) * 2
+OPTIONS = {"xla_backend_optimization_level": 0}  # halves the time to compile
+KINDS = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
+# A device whose products take all the time: the cheapest plan then shares all work.
+SLOW = DeviceModel("slow", 1e9, 1e9, 1e12, latency=0.0)
+View = MuonDimensionNumbers | MatrixView
+MATRIX = MuonDimensionNumbers(0, 1)
+STACK = MuonDimensionNumbers(1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A leaf of matrices, and how it lies on a mesh."""
+
+    shape: tuple[int, ...]
+    spec: P
+    view: View = MATRIX
+
+    @property
+    def axes(self) -> tuple[list[int], list[int], list[int]]:
+        """Batch, reduction and output axes."""
+        reduction, output = (
+            [a] if isinstance(a, int) else list(a)
+            for a in (self.view.reduction_axis, self.view.output_axis)
+        )
+        batch = [a for a in range(len(self.shape)) if a not in (*reduction, *output)]
+        return batch, reduction, output
+
+    @property
+    def widths(self) -> list[int]:
+        """Widths of the fused blocks along the output."""
+        width = int(np.prod([self.shape[a] for a in self.axes[2]]))
+        if not isinstance(self.view, MatrixView):
+            return [width]
+        if self.view.heads:
+            return [width // self.view.heads] * self.view.heads
+        return list(self.view.split or [width])
+
+    def blocks(self, x: Any) -> list[np.ndarray]:
+        """All matrices [fan-in, fan-out] of a leaf."""
+        batch, reduction, output = self.axes
+        x = np.asarray(x).transpose(*batch, *reduction, *output)
+        sizes = [[self.shape[a] for a in axes] for axes in self.axes]
+        x = x.reshape([int(np.prod(group)) for group in sizes])
+        return [b for y in x for b in np.split(y, np.cumsum(self.widths)[:-1], axis=1)]
+
+    def join(self, blocks: Sequence[np.ndarray]) -> np.ndarray:
+        """Undoes `blocks`."""
+        step = len(self.widths)
+        rows = [np.concatenate(blocks[i : i + step], 1) for i in range(0, len(blocks), step)]
+        order = [a for axes in self.axes for a in axes]
+        x = np.stack(rows).reshape([self.shape[a] for a in order])
+        return x.transpose(np.argsort(order))
+
+    def gradient(self, seed: int, kappa: float = 50.0) -> np.ndarray:
+        blocks = self.blocks(np.zeros(self.shape))
+        return self.join(
+            [reference.matrix(seed + i, *b.shape, kappa=kappa) for i, b in enumerate(blocks)]
+        )
+
+
+Leaves = Mapping[str, Leaf]
+
+
+def make_mesh(sizes: Mapping[str, int], kind: str | Mapping[str, str] = "explicit") -> Mesh:
+    """A mesh whose axes are all of one kind, or of the kinds given by name."""
+    kinds = dict.fromkeys(sizes, kind) if isinstance(kind, str) else kind
+    types = tuple(KINDS[kinds[axis]] for axis in sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
+
+
+def shardings(leaves: Leaves, mesh: Mesh) -> dict[str, NamedSharding]:
+    return {name: NamedSharding(mesh, leaf.spec) for name, leaf in leaves.items()}
+
+
+def views(leaves: Leaves) -> dict[str, View]:
+    return {name: leaf.view for name, leaf in leaves.items()}
+
+
+def gradients(leaves: Leaves, seed: int = 0) -> dict[str, np.ndarray]:
+    return {k: leaf.gradient(seed + 1000 * i) for i, (k, leaf) in enumerate(leaves.items())}
+
+
+def answers(
+    leaves: Leaves, grads: Mapping[str, Any], rows: reference.Rows = FAST
+) -> dict[str, list[np.ndarray]]:
+    """What the first update of each matrix is, in float64."""
+    return {
+        name: [
+            reference.newton_schulz(reference.mixes([b])[0], rows) for b in leaf.blocks(grads[name])
+        ]
+        for name, leaf in leaves.items()
+    }
+
+
+def jit(function: Callable, **options: Any) -> Any:
+    """`jax.jit`, but quick to compile."""
+    return jax.jit(function, compiler_options=OPTIONS, **options)
+
+
+def worst_error(leaf: Leaf, got: Any, want: Sequence[np.ndarray]) -> float:
+    """The largest relative error of one matrix."""
+    blocks = leaf.blocks(got)
+    return max(reference.relative_error(g, w) for g, w in zip(blocks, want, strict=True))
+
+
+def assert_lies(x: Any, sharding: NamedSharding) -> None:
+    assert x.sharding.is_equivalent_to(sharding, x.ndim), f"{x.sharding} is not {sharding}"
+
+
+def check(leaves: Leaves, mesh: Mesh, **options: Any) -> None:
+    """The first update on a mesh is that of whole matrices, and all of it stays where it lies."""
+    where, grads = shardings(leaves, mesh), gradients(leaves)
+    tx = scale_by_muon(FAST, weight_dimension_numbers=views(leaves), **options)
+    placed = jax.device_put(grads, where)
+    start = jit(tx.init)(placed)
+    updates, state = jit(tx.update)(placed, start)
+    want = answers(leaves, grads)
+    errors = {k: worst_error(leaf, updates[k], want[k]) for k, leaf in leaves.items()}
+    assert max(errors.values()) <= 1e-5, errors
+    for name, sharding in where.items():
+        for x in (updates[name], start.mu[name], state.mu[name]):
+            assert_lies(x, sharding)

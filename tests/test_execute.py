@@ -1,0 +1,357 @@
+"""Every strategy on every layout against whole matrices on one device, in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+import sharded
+from jax.sharding import PartitionSpec as P
+from sharded import FAST, STACK, Leaf, make_mesh
+
+from muon_optax import MatrixView, scale_by_muon
+from muon_optax import MuonDimensionNumbers as Dims
+
+WIDE, TALL = (16, 32), (32, 16)
+
+# For each mesh, layouts by name, and what can be done with them besides 'auto'.
+SHARDED = ("gather", "all_to_all")
+LONG_SIDE = (*SHARDED, "gram")
+WHOLE = ("local", *SHARDED)
+LAYOUTS = {
+    "one axis": (
+        {"f": 8},
+        {
+            "rows": (Leaf(WIDE, P("f")), SHARDED),
+            "long_columns": (Leaf(WIDE, P(None, "f")), LONG_SIDE),
+            "long_rows": (Leaf(TALL, P("f")), LONG_SIDE),
+            "short_columns": (Leaf(TALL, P(None, "f")), SHARDED),
+            "stack_on_rows": (Leaf((3, *WIDE), P(None, "f"), STACK), SHARDED),
+            "stack_on_layers": (Leaf((8, *WIDE), P("f"), STACK), ("local",)),
+            "scan_axis_inside": (Leaf((16, 3, 32), P(None, None, "f"), Dims(0, 2)), ("gram",)),
+            "scan_axis_inside_sharded": (Leaf((16, 8, 32), P(None, "f"), Dims(0, 2)), WHOLE),
+            "replicated": (Leaf(WIDE, P()), WHOLE),
+        },
+    ),
+    "two axes": (
+        {"x": 2, "y": 4},
+        {
+            "two_dims": (Leaf(WIDE, P("x", "y")), SHARDED),
+            "two_dims_crossed": (Leaf(TALL, P("y", "x")), SHARDED),
+            "tuple": (Leaf(TALL, P(("x", "y"))), LONG_SIDE),
+            "tuple_reversed": (Leaf(WIDE, P(None, ("y", "x"))), LONG_SIDE),
+            "hsdp": (Leaf((5, *WIDE), P(None, None, "y"), STACK), LONG_SIDE),
+            "hsdp_rows": (Leaf((3, *WIDE), P(None, "y"), STACK), SHARDED),
+            "hsdp_outer": (Leaf(TALL, P(None, "x")), SHARDED),
+            "ddp": (Leaf((3, *WIDE), P(), STACK), WHOLE),
+            "experts": (Leaf((4, *WIDE), P("x", "y"), STACK), SHARDED),
+            "experts_stacked": (
+                Leaf((2, 4, *WIDE), P(None, "y", None, "x"), Dims(2, 3)),
+                ("gram",),
+            ),
+        },
+    ),
+    "three axes": (
+        {"r": 2, "e": 2, "f": 2},
+        {
+            "experts": (Leaf((4, *WIDE), P("e", None, "f"), STACK), LONG_SIDE),
+            "experts_whole": (Leaf((4, *WIDE), P("e"), STACK), WHOLE),
+            "experts_over_two": (Leaf((4, *WIDE), P(("f", "e"), "r"), STACK), SHARDED),
+            "tuple_and_one": (Leaf(WIDE, P(("f", "r"), "e")), SHARDED),
+            "three": (Leaf(TALL, P(("f", "r", "e"))), LONG_SIDE),
+            "attention": (Leaf((16, 4, 8), P("f", "r"), Dims(0, (1, 2))), SHARDED),
+        },
+    ),
+    "size one": (
+        {"o": 1, "f": 4, "unused": 2},
+        {
+            "rows": (Leaf(WIDE, P(("o", "f"))), SHARDED),
+            "both": (Leaf(WIDE, P("o", "f")), LONG_SIDE),
+            "layers": (Leaf((4, *WIDE), P("o", None, "f"), STACK), LONG_SIDE),
+        },
+    ),
+}
+
+
+def trees(
+    name: str, most: int | None = None
+) -> tuple[dict[str, int], dict[str, Leaf], list[tuple[str, str]]]:
+    """Mesh sizes, a leaf for each layout and strategy, and the rules that say which is which."""
+    sizes, layouts = LAYOUTS[name]
+    leaves, rules = {}, []
+    for layout, (leaf, strategies) in layouts.items():
+        for strategy in (*strategies, "auto")[-most if most else None :]:
+            leaves[f"{layout}_{strategy}"] = leaf
+            rules.append((f"{layout}_{strategy}", strategy))
+    return sizes, leaves, rules
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_strategy_on_every_layout(name):
+    sizes, leaves, rules = trees(name)
+    sharded.check(leaves, make_mesh(sizes), strategy=rules)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_on_auto_axes(name):
+    sizes, leaves, rules = trees(name, most=1)
+    mesh = make_mesh(sizes, "auto")
+    declared = sharded.shardings(leaves, mesh)
+    sharded.check(leaves, mesh, strategy=rules, param_shardings=declared)
+
+
+DECLARED = {
+    "specs": lambda where, tree: {name: s.spec for name, s in where.items()},
+    "arrays": lambda where, tree: jax.device_put(tree, where),
+    "structs": lambda where, tree: {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[name])
+        for name, x in tree.items()
+    },
+    "prefix": lambda where, tree: where["a"],
+    "prefix_spec": lambda where, tree: where["a"].spec,
+}
+
+
+@pytest.mark.parametrize("form", DECLARED)
+def test_every_way_to_declare_a_layout(form):
+    leaves = {"a": Leaf(WIDE, P("f")), "b": Leaf(TALL, P("f"))}
+    mesh = make_mesh({"f": 8}, "auto")
+    where, grads = sharded.shardings(leaves, mesh), sharded.gradients(leaves)
+    sharded.check(leaves, mesh, param_shardings=DECLARED[form](where, grads))
+
+
+@pytest.mark.parametrize("explicit", ["x", "y"])
+def test_meshes_that_mix_explicit_and_auto_axes(explicit):
+    auto = "y" if explicit == "x" else "x"
+    leaves = {
+        "both": Leaf(WIDE, P("x", "y")),
+        "x": Leaf(WIDE, P("x")),
+        "y": Leaf(WIDE, P(None, "y")),
+        "one_dim": Leaf(TALL, P((explicit, auto))),  # JAX itself can't keep the other order
+        "experts": Leaf((4, *WIDE), P("y", "x"), STACK),
+    }
+    mesh = make_mesh({"x": 2, "y": 4}, {explicit: "explicit", auto: "auto"})
+    sharded.check(leaves, mesh, param_shardings=sharded.shardings(leaves, mesh))
+
+
+COUNTS = {count: Leaf((count, *WIDE), P(None, None, "f"), STACK) for count in (1, 3, 8, 19)}
+
+
+@pytest.mark.parametrize("strategy", ["auto", "gather", "all_to_all", "gram"])
+def test_numbers_of_matrices_that_do_not_divide(strategy):
+    for count, leaf in COUNTS.items():
+        sharded.check({f"stack_{count}": leaf}, make_mesh({"f": 8}), strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["gather", "all_to_all"])
+def test_numbers_of_matrices_shared_over_replicas(strategy):
+    leaves = {f"stack_{n}": Leaf((n, *WIDE), P(None, "f"), STACK) for n in (1, 5, 11)}
+    leaves |= {f"whole_{n}": Leaf((n, *WIDE), P(), STACK) for n in (1, 5, 11)}
+    mesh = make_mesh({"r": 2, "f": 4})
+    sharded.check(leaves, mesh, strategy=strategy, device=sharded.SLOW)
+
+
+def test_nineteen_leaves_of_one_shape_share_a_bucket():
+    leaves = {f"layer_{i:02}": Leaf((4, 6), P("f")) for i in range(19)}
+    sharded.check(leaves, make_mesh({"f": 2, "r": 4}), strategy="all_to_all", device=sharded.SLOW)
+
+
+@pytest.mark.parametrize("strategy", ["gather", "all_to_all", "gram"])
+def test_chunks_give_the_same_numbers(strategy):
+    leaves = {"a": COUNTS[19], "b": Leaf((6, *WIDE), P(None, None, "f"), STACK)}
+    matrix = 4 * 16 * 32
+    sharded.check(leaves, make_mesh({"f": 8}), strategy=strategy, max_workspace_bytes=6 * matrix)
+
+
+@pytest.mark.parametrize("strategy", ["gather", "all_to_all", "gram"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ns_coeffs": "jordan"},
+        {"ns_coeffs": "tight"},
+        {"ns_coeffs": "turbo"},
+        {"ns_coeffs": "polar_express", "ns_steps": 8},
+        {"ns_coeffs": "jordan", "adaptive": True},
+    ],
+    ids=lambda options: "_".join(map(str, options.values())),
+)
+def test_every_schedule_is_that_of_one_device(options, strategy):
+    leaves = {
+        "a": Leaf((3, 16, 64), P(None, None, "f"), STACK),
+        "b": Leaf((64, 16), P("f")),
+        "c": Leaf((3, 64, 16), P(None, "f"), STACK),
+    }
+    mesh = make_mesh({"f": 4, "r": 2})
+    grads = sharded.gradients(leaves)
+    placed = jax.device_put(grads, sharded.shardings(leaves, mesh))
+    alone = scale_by_muon(
+        **options, ns_method="gram", weight_dimension_numbers=sharded.views(leaves)
+    )
+    together = scale_by_muon(
+        **options, strategy=strategy, weight_dimension_numbers=sharded.views(leaves)
+    )
+    want = sharded.jit(alone.update)(grads, alone.init(grads))[0]
+    got = sharded.jit(together.update)(placed, together.init(placed))[0]
+    for name, leaf in leaves.items():
+        assert sharded.worst_error(leaf, got[name], leaf.blocks(want[name])) <= 1e-5
+
+
+@pytest.mark.parametrize("strategy", ["gather", "all_to_all", "gram"])
+@pytest.mark.parametrize("dtypes", [("bfloat16", None), ("float32", "bfloat16")])
+def test_half_precision(dtypes, strategy):
+    own, compute = dtypes
+    leaf = Leaf((3, 16, 64), P(None, None, "f"), STACK)
+    mesh = make_mesh({"f": 8})
+    grads = jnp.asarray(leaf.gradient(0), own)
+    placed = jax.device_put(grads, sharded.shardings({"w": leaf}, mesh)["w"])
+    tx = scale_by_muon(weight_dimension_numbers=STACK, ns_dtype=compute, strategy=strategy)
+    update, state = sharded.jit(tx.update)(placed, sharded.jit(tx.init)(placed))
+    want = sharded.answers({"w": leaf}, {"w": grads}, reference.JORDAN)["w"]
+    assert sharded.worst_error(leaf, update, want) <= 4e-2
+    assert update.dtype == state.mu.dtype == own
+
+
+@pytest.mark.parametrize("strategy", ["gather", "all_to_all", "gram"])
+def test_complex_matrices(strategy):
+    leaf = Leaf((3, 16, 32), P(None, None, "f"), STACK)
+    x = leaf.gradient(0) + 1j * leaf.gradient(10)
+    placed = jax.device_put(x, sharded.shardings({"w": leaf}, make_mesh({"f": 8}))["w"])
+    tx = scale_by_muon(FAST, weight_dimension_numbers=STACK, strategy=strategy)
+    update, _ = sharded.jit(tx.update)(placed, tx.init(placed))
+    want = [reference.newton_schulz(b, FAST) for b in x]
+    assert sharded.worst_error(leaf, update, want) <= 1e-5
+    assert update.dtype == jnp.complex64
+
+
+@pytest.mark.parametrize("strategy", ["gather", "all_to_all", "gram"])
+def test_what_is_not_finite_stays_in_its_own_matrix(strategy):
+    leaf = Leaf((11, *WIDE), P(None, None, "f"), STACK)
+    clean = leaf.gradient(0)
+    spoiled = clean.copy()
+    spoiled[2, 3, 4], spoiled[5, 0, 0], spoiled[9, 15, 31] = np.nan, np.inf, -np.inf
+    placed = jax.device_put(spoiled, sharded.shardings({"w": leaf}, make_mesh({"f": 8}))["w"])
+    tx = scale_by_muon(FAST, weight_dimension_numbers=STACK, strategy=strategy)
+    update, _ = sharded.jit(tx.update)(placed, tx.init(placed))
+    update, want = np.asarray(update), sharded.answers({"w": leaf}, {"w": clean})["w"]
+    for i in range(11):
+        if i in (2, 5, 9):
+            assert not np.isfinite(update[i]).any()
+        else:
+            assert reference.relative_error(update[i], want[i]) <= 1e-5
+
+
+@pytest.mark.parametrize("strategy", ["gather", "all_to_all"])
+def test_what_a_function_makes_of_padding_does_not_leak(strategy):
+    leaf = Leaf((11, *WIDE), P(None, "f"), STACK)
+    x = leaf.gradient(0)
+    placed = jax.device_put(x, sharded.shardings({"w": leaf}, make_mesh({"r": 2, "f": 4}))["w"])
+    tx = scale_by_muon(
+        orthogonalizer=lambda m: m / jnp.linalg.norm(m, axis=(1, 2), keepdims=True),  # 0/0
+        weight_dimension_numbers=STACK,
+        strategy=strategy,
+        device=sharded.SLOW,
+    )
+    update, _ = sharded.jit(tx.update)(placed, tx.init(placed))
+    want = [m / np.linalg.norm(m) for m in x.astype(np.float64)]
+    assert sharded.worst_error(leaf, update, want) <= 1e-5
+
+
+def test_a_zero_gradient_gives_exactly_zero():
+    mesh = make_mesh({"f": 8})
+    leaves = {"a": Leaf((3, *WIDE), P(None, None, "f"), STACK), "b": Leaf(WIDE, P(None, "f"))}
+    placed = {
+        k: jnp.zeros(leaf.shape, device=s)
+        for (k, leaf), s in zip(
+            leaves.items(), sharded.shardings(leaves, mesh).values(), strict=True
+        )
+    }
+    for strategy in ("gather", "all_to_all", "gram"):
+        tx = scale_by_muon(weight_dimension_numbers=sharded.views(leaves), strategy=strategy)
+        updates, state = sharded.jit(tx.update)(placed, tx.init(placed))
+        assert all(not np.asarray(x).any() for x in jax.tree.leaves((updates, state.mu)))
+
+
+def test_a_stack_without_matrices():
+    mesh = make_mesh({"f": 8})
+    leaf = Leaf((0, *WIDE), P(None, "f"), STACK)
+    x = jnp.zeros(leaf.shape, device=sharded.shardings({"w": leaf}, mesh)["w"])
+    tx = scale_by_muon(weight_dimension_numbers=STACK)
+    update, _ = sharded.jit(tx.update)(x, tx.init(x))
+    assert update.shape == leaf.shape
+
+
+@pytest.mark.parametrize("strategy", ["auto", "gather", "all_to_all"])
+def test_an_orthogonalizer_gets_whole_matrices_as_they_are(strategy):
+    seen = []
+
+    def orthogonalizer(x):
+        seen.append((x.shape[1:], x.dtype.name))
+        return -x
+
+    leaves = {
+        "wide": Leaf((3, *WIDE), P(None, "f"), STACK),
+        "tall": Leaf(TALL, P(None, "f")),
+        "attention": Leaf((16, 4, 8), P("f"), Dims((1, 2), 0)),
+        "fused": Leaf((16, 48), P("f"), MatrixView(0, 1, heads=3)),
+    }
+    mesh = make_mesh({"f": 8})
+    where, grads = sharded.shardings(leaves, mesh), sharded.gradients(leaves)
+    placed = jax.device_put(grads, where)
+    tx = scale_by_muon(
+        orthogonalizer=orthogonalizer,
+        nesterov=False,
+        weight_dimension_numbers=sharded.views(leaves),
+        ns_dtype="float16",
+        strategy=strategy,
+    )
+    updates, _ = sharded.jit(tx.update)(placed, tx.init(placed))
+    assert set(seen) == {(s, "float16") for s in ((16, 32), (32, 16), (32, 16), (16, 16))}
+    for name, x in grads.items():
+        np.testing.assert_array_equal(updates[name], -x.astype("float16").astype("float32"))
+
+
+FUSED = {
+    "split_columns": Leaf((16, 80), P(None, "f"), MatrixView(0, 1, split=(64, 8, 8))),
+    "split_rows": Leaf((16, 80), P("f"), MatrixView(0, 1, split=(64, 8, 8))),
+    "heads_columns": Leaf((16, 32), P(None, "f"), MatrixView(0, 1, heads=2)),
+    "heads_of_a_stack": Leaf((3, 16, 48), P(None, None, "f"), MatrixView(1, 2, heads=3)),
+    "merged_heads": Leaf((16, 8, 4), P(None, "f"), MatrixView(0, (1, 2), split=(16, 16))),
+}
+
+
+@pytest.mark.parametrize("strategy", ["auto", "gather", "all_to_all"])
+def test_fused_blocks_on_a_sharded_axis(strategy):
+    sharded.check(FUSED, make_mesh({"f": 8}), strategy=strategy)
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+def test_nested_shard_maps_over_the_other_axes(kind):
+    leaves = {
+        "inner": Leaf(WIDE, P("f")),
+        "both": Leaf(WIDE, P("f", "d")),
+        "outer": Leaf(TALL, P("d")),
+        "one_dim": Leaf(WIDE, P(None, ("d", "f"))),
+        "experts": Leaf((2, *WIDE), P("d", None, "f"), STACK),
+    }
+    mesh = make_mesh({"d": 2, "f": 4}, kind)
+    specs = {name: leaf.spec for name, leaf in leaves.items()}
+    outer = {name: _only(spec, "d") for name, spec in specs.items()}
+    tx = scale_by_muon(FAST, weight_dimension_numbers=sharded.views(leaves), param_shardings=specs)
+    mapped = jax.shard_map(
+        lambda x: tx.update(x, tx.init(x))[0],
+        mesh=mesh,
+        in_specs=(outer,),
+        out_specs=outer,
+        axis_names={"d"},
+    )
+    grads, where = sharded.gradients(leaves), sharded.shardings(leaves, mesh)
+    updates = sharded.jit(mapped)(jax.device_put(grads, where))
+    want = sharded.answers(leaves, grads)
+    for name, leaf in leaves.items():
+        assert sharded.worst_error(leaf, updates[name], want[name]) <= 1e-5
+        sharded.assert_lies(updates[name], where[name])
+
+
+def _only(spec: P, axis: str) -> P:
+    """A spec without all axes but one."""
+    return P(*(axis if axis in (e if isinstance(e, tuple) else (e,)) else None for e in spec))
