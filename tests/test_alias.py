@@ -116,8 +116,11 @@ def test_scales(scale):
 ADAMW = {"b1": 0.8, "b2": 0.95, "eps": 1e-6, "eps_root": 1e-9}
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_the_rest_gets_optax_adamw(nesterov):
+@pytest.mark.parametrize(
+    ("nesterov", "adam_nesterov", "used"),
+    [(False, None, False), (True, None, True), (True, False, False), (False, True, True)],
+)
+def test_the_rest_gets_optax_adamw(nesterov, adam_nesterov, used):
     rng = np.random.default_rng(0)
     params = {"w": jnp.ones((2, 2)), "bias": jnp.ones(4), "scale": jnp.ones(())}
     grads = [
@@ -128,9 +131,10 @@ def test_the_rest_gets_optax_adamw(nesterov):
         "eps": ADAMW["eps"],
         **{f"adam_{k}": ADAMW[k] for k in ("b1", "b2", "eps_root")},
     }
-    tx = muon(0.3, adam_weight_decay=DECAY, nesterov=nesterov, **options)
+    flags = {"nesterov": nesterov, "adam_nesterov": adam_nesterov}
+    tx = muon(0.3, adam_weight_decay=DECAY, **flags, **options)
     got, _, _ = run(tx, params, grads)
-    theirs = optax.adamw(0.3, weight_decay=DECAY, nesterov=nesterov, **ADAMW)
+    theirs = optax.adamw(0.3, weight_decay=DECAY, nesterov=used, **ADAMW)
     want, _, _ = run(theirs, params, grads)
     for name in ("bias", "scale"):
         np.testing.assert_allclose(
@@ -214,6 +218,31 @@ def test_one_buffer_each_and_donation_right_after_init():
     assert all(x.is_deleted() for x in jax.tree.leaves(params))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), donated, want)
     jax.jit(step, donate_argnums=(0, 1))(*donated)
+
+
+def test_a_compiled_step_transfers_nothing():
+    params = {"w": jnp.eye(4, 6), "b": jnp.ones(3)}
+    tx: Any = muon(optax.linear_schedule(0.1, 0.0, 9), weight_decay=0.1, consistent_rms=0.2)
+    state, step = tx.init(params), jax.jit(tx.update)
+    with jax.transfer_guard("disallow"):
+        updates, _ = step(params, state, params)
+    want, _ = tx.update(params, state, params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), updates, want)
+
+
+def test_half_precision_rates_and_decays_are_taken_as_they_are():
+    params, (grad,) = trail(steps=1)
+    tenth = jnp.bfloat16(0.1)
+    got = first_update(muon(tenth, weight_decay=tenth), grad, params)
+    want = first_update(muon(float(tenth), weight_decay=float(tenth)), grad, params)
+    np.testing.assert_allclose(got["w"], want["w"], rtol=1e-6)
+
+
+def test_the_momentum_is_found_by_name_and_type():
+    params = {"w": jnp.eye(2), "b": jnp.ones(2)}
+    _, state, _ = run(muon(0.1, nesterov=False), params, [params])
+    found = optax.tree.get(state, "mu", filtering=lambda path, value: "MuonState" in str(path[-1]))
+    np.testing.assert_allclose(found["w"], 0.05 * np.eye(2), rtol=1e-6)
 
 
 def test_an_abstract_init_equals_the_concrete_one():
@@ -314,6 +343,7 @@ def test_strict_promotion_fails_in_optax_alone():
         ({"adam_eps_root": "0"}, TypeError, "adam_eps_root must be a number, got '0'"),
         ({"mu_dtype": "int32"}, TypeError, "mu_dtype must be a floating-point dtype"),
         ({"nesterov": "false"}, TypeError, "nesterov must be True or False, got 'false'"),
+        ({"adam_nesterov": "no"}, TypeError, "adam_nesterov must be True or False, got 'no'"),
         ({"adaptive": 1}, TypeError, "adaptive must be True or False, got 1"),
         ({"bias_correction": "no"}, TypeError, "bias_correction must be True or False"),
         ({"preconditioning": "none"}, ValueError, "preconditioning='none'; allowed are"),
