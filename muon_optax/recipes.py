@@ -19,7 +19,6 @@ import optax
 from muon_optax.alias import muon
 from muon_optax.choices import Blocks, Choice, is_vector_in_disguise, named_like, views_of_blocks
 from muon_optax.matrix_view import MatrixView
-from muon_optax.plain_adamw import with_plain_adamw
 from muon_optax.rules import Rule, default_rules
 
 __all__ = [
@@ -361,10 +360,11 @@ def _recipe(
     *,
     decays_all: bool = False,
 ) -> Transformation:
-    """`muon` with a system's settings, under the caller's options."""
-    settings: dict[str, Any] = _SYSTEMS[system] | {"weight_decay": weight_decay}
+    """`muon` with a system's settings, under the caller's options; no AdamW there is Nesterov's."""
+    settings: dict[str, Any] = {"adam_nesterov": False, "weight_decay": weight_decay}
+    settings |= _SYSTEMS[system]
     if decays_all:
         settings["adam_weight_decay"] = weight_decay
     if who is not None:
         settings |= who.options(options)
-    return with_plain_adamw(learning_rate, **(settings | options))
+    return muon(learning_rate, **(settings | options))
