@@ -1,0 +1,271 @@
+"""The update under JAX's other transformations, and called in other ways."""
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+import sharded
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from sharded import FAST, STACK, Leaf, make_mesh
+
+from muon_optax import MuonWarning, muon, scale_by_muon
+
+KINDS = ["explicit", "auto"]
+SPECS = {"w": P("f"), "b": P()}
+
+
+def model(kind: str):
+    """Shardings, parameters, four gradients and the optimizer of a small model."""
+    mesh = make_mesh({"f": 8}, kind)
+    where = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+    params = {"w": reference.matrix(9, 16, 32), "b": np.ones(32, np.float32)}
+    grads = reference.gradients(0, 16, 32, 4)
+    trees = [{"w": g, "b": np.ones(32, np.float32)} for g in grads]
+    tx: Any = muon(0.1, FAST, param_shardings=where if kind == "auto" else None)
+    return where, jax.device_put(params, where), [jax.device_put(t, where) for t in trees], tx
+
+
+def host(x: Any) -> np.ndarray:
+    return np.asarray(x, np.float64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_in_a_scan(kind):
+    where, params, grads, tx = model(kind)
+
+    def train(params, grads):
+        def step(carry, grad):
+            params, state = carry
+            updates, state = tx.update(grad, state, params)
+            return (optax.apply_updates(params, updates), state), updates
+
+        return jax.lax.scan(step, (params, tx.init(params)), grads)
+
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *grads)
+    (last, state), updates = sharded.jit(train)(params, stacked)
+    want = reference.muon(params["w"], [g["w"] for g in grads], learning_rate=0.1, rows=FAST)
+    assert reference.relative_error(updates["w"], np.stack(want)) <= 1e-5
+    assert reference.relative_error(last["w"], host(params["w"]) + sum(want)) <= 1e-5
+    sharded.assert_lies(last["w"], where["w"])
+    assert int(state.inner_states["muon"].inner_state[0].count) == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_accumulation(kind):
+    where, params, grads, tx = model(kind)
+    steps = optax.MultiSteps(tx, 2)
+    update, state, updates = sharded.jit(steps.update), jax.jit(steps.init)(params), []
+    for grad in grads:
+        new, state = update(grad, state, params)
+        updates.append(new["w"])
+        sharded.assert_lies(new["w"], where["w"])
+    means = [(host(grads[i]["w"]) + host(grads[i + 1]["w"])) / 2 for i in (0, 2)]
+    want = reference.muon(params["w"], means, learning_rate=0.1, rows=FAST)
+    assert not np.asarray(updates[0]).any()
+    assert not np.asarray(updates[2]).any()
+    assert reference.relative_error(updates[1], want[0]) <= 1e-5
+    assert reference.relative_error(updates[3], want[1]) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_branch_taken_by_data(kind):
+    where, params, grads, tx = model(kind)
+    guarded = optax.apply_if_finite(tx, 5)
+    state = jax.jit(guarded.init)(params)
+    bad = jax.device_put({"w": np.full((16, 32), np.inf, np.float32), "b": np.ones(32)}, where)
+    update = sharded.jit(guarded.update)
+    skipped, state = update(bad, state, params)
+    assert not np.asarray(skipped["w"]).any()
+    updates, _ = update(grads[0], state, params)
+    want = reference.muon(params["w"], [grads[0]["w"]], learning_rate=0.1, rows=FAST)[0]
+    assert reference.relative_error(updates["w"], want) <= 1e-5
+
+
+def members(kind: str, spec: P, strategy: str, axis: str | None = None):
+    """Updates of four members under `vmap`, the right ones, and where they should lie."""
+    mesh = make_mesh({"m": 2, "f": 4}, kind)
+    leaf = Leaf((4, 16, 32), spec, STACK)
+    x = leaf.gradient(0)
+    inner = P(*tuple(spec)[1:])
+    tx = scale_by_muon(FAST, strategy=strategy, param_shardings=inner if kind == "auto" else None)
+    where = NamedSharding(mesh, spec)
+
+    def step(x):
+        return jax.vmap(lambda g: tx.update(g, tx.init(g))[0], spmd_axis_name=axis)(x)
+
+    updates = sharded.jit(step)(jax.device_put(x, where))
+    want = sharded.answers({"w": leaf}, {"w": x})["w"]
+    return sharded.worst_error(leaf, updates, want), updates, where
+
+
+HIDES_TOO_MUCH = pytest.mark.xfail(
+    strict=True, reason="all axes of a batched array are taken for hidden, not the member axis's"
+)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "gather", "all_to_all"])
+@pytest.mark.parametrize("spec", [P("m", "f"), P(None, "f"), P("m", None, "f")])
+@pytest.mark.parametrize("kind", [pytest.param("explicit", marks=HIDES_TOO_MUCH), "auto"])
+def test_members_under_vmap(kind, spec, strategy):
+    error, updates, where = members(kind, spec, strategy)
+    assert error <= 1e-5
+    if kind == "explicit" or spec[0] is None:
+        sharded.assert_lies(updates, where)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spec", [P("m"), P()])
+def test_members_with_whole_matrices_under_vmap(kind, spec):
+    error, updates, where = members(kind, spec, "auto")
+    assert error <= 1e-5
+    if kind == "explicit":
+        sharded.assert_lies(updates, where)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "auto",
+        "gather",
+        pytest.param(
+            "all_to_all",
+            marks=pytest.mark.xfail(strict=True, reason="work is shared over the members' axis"),
+        ),
+    ],
+)
+def test_members_keep_their_axis_where_it_is_named(strategy):
+    error, updates, where = members("auto", P("m", "f"), strategy, axis="m")
+    assert error <= 1e-5
+    sharded.assert_lies(updates, where)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("explicit", marks=HIDES_TOO_MUCH), "auto"])
+def test_the_whole_optimizer_of_members(kind):
+    mesh = make_mesh({"m": 2, "f": 4}, kind)
+    w = Leaf((4, 16, 32), P("m", "f"), STACK)
+    specs = {"w": w.spec, "b": P("m")}
+    where = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    params = jax.device_put({"w": w.gradient(0), "b": np.ones((4, 32), np.float32)}, where)
+    inner = {"w": P("f"), "b": P()}
+    tx = muon(0.1, FAST, param_shardings=inner if kind == "auto" else None)
+    members_of = jax.sharding.reshard if kind == "explicit" else lambda x, _: x
+
+    def counts(state):  # born from constants, so they must be told where the members lie
+        axis = NamedSharding(mesh, P("m"))
+        return jax.tree.map(lambda x: members_of(x, axis) if x.ndim == 1 else x, state)
+
+    state = counts(sharded.jit(jax.vmap(tx.init))(params))
+    updates, state = sharded.jit(jax.vmap(tx.update))(params, state, params)
+    want = [
+        reference.muon(x, [x], learning_rate=0.1, rows=FAST)[0] for x in np.asarray(params["w"])
+    ]
+    assert sharded.worst_error(w, updates["w"], want) <= 1e-5
+    if kind == "explicit":
+        sharded.assert_lies(updates["w"], where["w"])
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "gather",
+        "all_to_all",
+        pytest.param(
+            "gram",
+            marks=pytest.mark.xfail(
+                strict=True, reason="pmax, which has no derivative, is differentiated"
+            ),
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_through_a_checkpointed_update(kind, strategy):
+    leaf = Leaf((3, 16, 32), P(None, None, "f"), STACK)
+    mesh = make_mesh({"f": 8}, kind)
+    x, direction = leaf.gradient(0, kappa=3.0), leaf.gradient(50)
+    where = NamedSharding(mesh, leaf.spec)
+
+    def loss(x, tx):
+        update = jax.checkpoint(lambda g: tx.update(g, tx.init(g))[0])(x)
+        return (update * jnp.asarray(direction, update.dtype)).sum()
+
+    def tx(**options):
+        return scale_by_muon(FAST, weight_dimension_numbers=STACK, ns_method="gram", **options)
+
+    together = tx(strategy=strategy, param_shardings=leaf.spec)
+    got = sharded.jit(jax.grad(lambda x: loss(x, together)))(jax.device_put(x, where))
+    want = sharded.jit(jax.grad(lambda x: loss(x, tx())))(x)
+    assert sharded.worst_error(leaf, got, leaf.blocks(want)) <= 1e-5
+    sharded.assert_lies(got, where)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_donated_parameters_and_state_are_used(kind):
+    where, params, grads, tx = model(kind)
+    state = jax.jit(tx.init)(params)
+
+    def step(params, state, grad):
+        updates, state = tx.update(grad, state, params)
+        return optax.apply_updates(params, updates), state
+
+    want = reference.muon(params["w"], [grads[0]["w"]], learning_rate=0.1, rows=FAST)[0]
+    want = want + host(params["w"])
+    donating = sharded.jit(step, donate_argnums=(0, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # JAX warns of donated buffers that it can't use
+        new, _ = donating(params, state, grads[0])
+    assert all(x.is_deleted() for x in jax.tree.leaves((params, state)))
+    assert reference.relative_error(new["w"], want) <= 1e-5
+    sharded.assert_lies(new["w"], where["w"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_eager_calls(kind):
+    where, params, grads, tx = model(kind)
+    updates, state = tx.update(grads[0], tx.init(params), params)
+    want = reference.muon(params["w"], [grads[0]["w"]], learning_rate=0.1, rows=FAST)[0]
+    assert reference.relative_error(updates["w"], want) <= 1e-5
+    sharded.assert_lies(updates["w"], where["w"])
+    sharded.assert_lies(state.inner_states["muon"].inner_state[0].mu["w"], where["w"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_context_mesh_changes_nothing(kind):
+    where, params, grads, tx = model(kind)
+    alone = sharded.jit(tx.update)(grads[0], jax.jit(tx.init)(params), params)[0]
+    with jax.set_mesh(params["w"].sharding.mesh):
+        within = sharded.jit(tx.update)(grads[0], jax.jit(tx.init)(params), params)[0]
+    np.testing.assert_array_equal(within["w"], alone["w"])
+    sharded.assert_lies(within["w"], where["w"])
+
+
+def test_an_unknown_layout_is_right_and_warned_of_once():
+    mesh = make_mesh({"f": 8}, "auto")
+    leaves = {"a": Leaf((16, 32), P("f")), "b": Leaf((3, 16, 32), P(None, None, "f"), STACK)}
+    tx = scale_by_muon(FAST, weight_dimension_numbers=sharded.views(leaves))
+    grads, where = sharded.gradients(leaves), sharded.shardings(leaves, mesh)
+    placed = jax.device_put(grads, where)
+    state = jax.jit(tx.init)(placed)
+    with pytest.warns(MuonWarning, match=r"param_shardings.*a, b") as caught:
+        updates, _ = sharded.jit(tx.update)(placed, state)
+    assert len(caught) == 1
+    want = sharded.answers(leaves, grads)
+    for name, leaf in leaves.items():
+        assert sharded.worst_error(leaf, updates[name], want[name]) <= 1e-5
+        sharded.assert_lies(state.mu[name], where[name])
+
+
+def test_no_warning_where_the_layout_is_known():
+    mesh = make_mesh({"f": 8}, "auto")
+    x = jax.device_put(reference.matrix(0, 16, 32), NamedSharding(mesh, P("f")))
+    declared = scale_by_muon(FAST, param_shardings=P("f"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sharded.jit(declared.update).lower(x, declared.init(x))
+        one_device = scale_by_muon(FAST)
+        sharded.jit(one_device.update).lower(np.asarray(x), one_device.init(np.asarray(x)))
