@@ -1,0 +1,9 @@
+"""State and parameters from and to other libraries.
+
+`muon_optax.interop.torch` has what needs PyTorch: arrays, state dicts and optimizer states.
+"""
+
+from muon_optax.interop.optax_state import from_optax
+from muon_optax.interop.torch_layout import TensorRule, TorchLayout, default_torch_rules
+
+__all__ = ["TensorRule", "TorchLayout", "default_torch_rules", "from_optax"]

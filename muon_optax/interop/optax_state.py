@@ -1,0 +1,76 @@
+"""A running `optax.contrib.muon` goes on as ours."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax.contrib import MuonState as OptaxMuonState
+
+from muon_optax.momentum import MuonState
+from muon_optax.tree_paths import leaves_with_segments, path_name, raise_together
+
+__all__ = ["from_optax"]
+
+
+def from_optax(state: Any, params: Any) -> Any:
+    """Converts the state of `optax.contrib.muon`, alone or inside other transformations.
+
+    optax's `MuonState` has the coefficients as a third field, which ours leaves to the options; all
+    else stays as it is, bit for bit. Go on with an optimizer that gives each leaf what optax gave
+    it: `recipes.optax_muon`, or `muon` with the same `muon_weight_dimension_numbers`.
+
+    Args:
+      state: a state with one or more of optax's `MuonState` in it.
+      params: the parameters, or their shapes: what the moments are checked against.
+
+    Returns:
+      The state with our `MuonState` in its place.
+
+    Raises:
+      ValueError: if there is none of optax's `MuonState`, or a parameter has no moments, moments of
+        another shape, or there are moments of what isn't a parameter.
+
+    Example:
+      >>> from muon_optax.recipes import optax_muon
+      >>> params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+      >>> state = from_optax(optax.contrib.muon(0.02).init(params), params)
+      >>> state.inner_states["muon"].inner_state[0]._fields
+      ('count', 'mu')
+      >>> jax.tree.structure(state) == jax.tree.structure(optax_muon(0.02).init(params))
+      True
+    """
+    moments = _moments(state)
+    if not any(isinstance(x, OptaxMuonState) for x in moments):
+        kinds = sorted({type(x).__name__ for x in moments}) or "neither that nor Adam's"
+        raise ValueError(f"the state has no optax.contrib MuonState to convert; it has {kinds}")
+    _check_shapes(moments, params)
+    return jax.tree.map(
+        lambda x: MuonState(jnp.asarray(x.count), x.mu) if isinstance(x, OptaxMuonState) else x,
+        state,
+        is_leaf=lambda x: isinstance(x, OptaxMuonState),
+    )
+
+
+def _moments(state: Any) -> list[Any]:
+    def is_moments(x: Any) -> bool:
+        return isinstance(x, OptaxMuonState | MuonState | optax.ScaleByAdamState)
+
+    return [x for x in jax.tree.leaves(state, is_leaf=is_moments) if is_moments(x)]
+
+
+def _check_shapes(moments: list[Any], params: Any) -> None:
+    want = {path: tuple(leaf.shape) for path, leaf in leaves_with_segments(params)}
+    have = {
+        path: tuple(leaf.shape)
+        for state in moments
+        for path, leaf in leaves_with_segments(state.mu)
+    }
+    problems = [f"{path_name(p)}: parameter {want[p]}, no moments" for p in want if p not in have]
+    problems += [f"{path_name(p)}: moments {have[p]}, no parameter" for p in have if p not in want]
+    problems += [
+        f"{path_name(p)}: parameter {want[p]}, moments {have[p]}"
+        for p in want
+        if p in have and want[p] != have[p]
+    ]
+    raise_together(problems, "this state doesn't belong to these parameters:")
