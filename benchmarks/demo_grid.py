@@ -103,7 +103,6 @@ def summarize(runs: Sequence[Run]) -> list[dict[str, Any]]:
                 "adamw_final_loss": adamw.final_loss,
                 "steps_to_adamw_final_loss": reached.steps,
                 "share_of_steps": reached.steps and reached.steps / reached.baseline_steps,
-                "share_of_seconds": reached.seconds and reached.seconds / reached.baseline_seconds,
             }
         )
     return rows

@@ -35,8 +35,8 @@ class Config:
     context: int = 128
     batch: int = 16
     schedule: str = "jordan"
-    lr: float = 0.04
-    adamw_lr: float = 0.004
+    lr: float = 0.02
+    adamw_lr: float = 0.008
     weight_decay: float = 0.1
     seed: int = 0
 
