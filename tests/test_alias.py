@@ -358,6 +358,7 @@ def test_strict_promotion_fails_in_optax_alone():
         ({"partition": 3}, TypeError, "partition must be a sequence of Rule.*got 3"),
         ({"partition": [Rule("a", "adam"), "muon"]}, TypeError, "rules or labels, not both"),
         ({"strategy": "fastest"}, ValueError, "strategy must be one of"),
+        ({"device": "h9000"}, ValueError, "device must be one of .*'h100'.*got 'h9000'"),
         ({"max_workspace_bytes": 0}, ValueError, "max_workspace_bytes must be a positive integer"),
     ],
 )

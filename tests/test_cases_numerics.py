@@ -251,7 +251,7 @@ def test_single_precision_stays_single_and_half_is_a_choice():
 TYPES = ["float32", "bfloat16", "float16"]
 
 
-@pytest.mark.parametrize(("param", "grad"), itertools.product(TYPES, TYPES))
+@pytest.mark.parametrize(("param", "grad"), list(itertools.product(TYPES, TYPES)))
 def test_every_mixture_of_dtypes(param, grad):
     params = {"w": jnp.eye(16, 24, dtype=param), "b": jnp.ones(3, param)}
     x = {"w": reference.matrix(0, 16, 24), "b": np.ones(3)}
