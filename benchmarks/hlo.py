@@ -92,6 +92,10 @@ class Instruction:
             if order := self._ints(r"replica_groups=\S+\]T\(([\d,]+)\)"):
                 ids = ids.transpose(order)
             return tuple(map(tuple, ids.reshape([int(n) for n in shape.split(",")]).tolist()))
+        if sizes := self.attribute(r"replica_groups=mesh\[([^\]]*)\] ?\{"):
+            return _along_axes(
+                sizes, self.attribute(r"replica_groups=mesh\[.*?\] ?\{(.*?)\}") or ""
+            )
         listed = self.attribute(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
         if listed is None:
             raise ValueError(f"no replica groups that can be read in {self.attributes[:200]!r}")
@@ -203,3 +207,19 @@ def _bytes(dtype: str, dims: str) -> int:
 def _lists(text: str) -> Groups:
     """'{0,1},{2,3}' -> ((0, 1), (2, 3))."""
     return tuple(tuple(map(int, g.split(","))) for g in re.findall(r"\{([\d,]+)\}", text))
+
+
+def _along_axes(mesh: str, axes: str) -> Groups:
+    """Mesh 'a'=2,'b'=4 and axes 'b' -> ((0, 1, 2, 3), (4, 5, 6, 7)); 'b':(2)2 is a part of b."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
+    along = {name: (1, size) for name, size in sizes.items()}
+    used = []
+    for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes):
+        along[name] = (int(before), int(size)) if size else along[name]
+        used.append(3 * list(sizes).index(name) + 1)
+    parts = [(along[name], size) for name, size in sizes.items()]
+    shape = [n for (before, mine), size in parts for n in (before, mine, size // before // mine)]
+    ids = np.arange(math.prod(shape)).reshape(shape)
+    rest = [i for i in range(ids.ndim) if i not in used]
+    count = math.prod(shape[i] for i in used)
+    return tuple(map(tuple, ids.transpose(rest + used).reshape(-1, count).tolist()))

@@ -10,7 +10,13 @@ import reference
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from muon_optax import DeviceModel, MatrixView, MuonDimensionNumbers, scale_by_muon
+from muon_optax import (
+    DeviceModel,
+    MatrixView,
+    MuonDimensionNumbers,
+    scale_by_muon,
+    state_shardings,
+)
 
 # Two steps compile quickly; the iteration has tests of its own.
 FAST = ((2.0, -1.5, 0.5),) * 2
@@ -136,3 +142,24 @@ def check(leaves: Leaves, mesh: Mesh, **options: Any) -> None:
     for name, sharding in where.items():
         for x in (updates[name], start.mu[name], state.mu[name]):
             assert_lies(x, sharding)
+
+
+def compile_update(leaves: Leaves, mesh: Mesh, dtype: str = "float32", **options: Any) -> Any:
+    """The first update, compiled from shapes alone; nothing of it is run."""
+    where = shardings(leaves, mesh)
+    tx = scale_by_muon(weight_dimension_numbers=views(leaves), param_shardings=where, **options)
+    return lower(tx, {name: leaf.shape for name, leaf in leaves.items()}, where, dtype).compile()
+
+
+def lower(tx: Any, shapes: Mapping[str, Any], where: Mapping[str, Any], dtype: str) -> Any:
+    """Lowers an update whose results lie like the parameters."""
+    params = {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=where[name])
+        for name, shape in shapes.items()
+    }
+    state = jax.eval_shape(tx.init, params)
+    lies = state_shardings(tx, params, where)
+    state = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, lies
+    )
+    return jit(tx.update, out_shardings=(dict(where), lies)).lower(params, state, params)

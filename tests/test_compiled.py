@@ -225,6 +225,22 @@ def test_reads_the_asynchronous_forms_of_accelerators():
     assert groups["all-to-all"] == ((0, 4), (1, 5), (2, 6), (3, 7))
 
 
+@pytest.mark.parametrize(
+    ("written", "groups"),
+    [
+        ("mesh['a'=1,'b'=8] {'b'}", {frozenset(range(8))}),
+        ("mesh['a'=2,'b'=4] {'b'}", {frozenset({0, 1, 2, 3}), frozenset({4, 5, 6, 7})}),
+        ("mesh['a'=2,'b'=4] {'a'}", {frozenset({i, i + 4}) for i in range(4)}),
+        ("mesh['a'=2,'b'=4] {'a','b':(1)2}", {frozenset({0, 2, 4, 6}), frozenset({1, 3, 5, 7})}),
+        ("mesh['a'=2,'b'=4] {'b':(2)2}", {frozenset({i, i + 1}) for i in range(0, 8, 2)}),
+    ],
+)
+def test_reads_groups_along_the_axes_of_a_mesh(written, groups):
+    text = ASYNCHRONOUS.replace("replica_groups={}", f"replica_groups={written}")
+    (found,) = [c for c in read_program(text).collectives if c.kind == "all-reduce"]
+    assert set(map(frozenset, found.groups)) == groups
+
+
 def test_reads_the_products_of_accelerators():
     text = """HloModule m
 ENTRY %main (x: bf16[3,8,32]) -> bf16[8,16] {

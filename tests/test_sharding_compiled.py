@@ -1,0 +1,312 @@
+"""What compiled updates send and compute, against the formulas of each strategy.
+
+With L matrices m x n of 4-byte elements on a device, N devices that shard each of them and R that
+replicate them, f = (N - 1) / N.
+"""
+
+import math
+from typing import Any
+
+import jax
+import pytest
+import sharded
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from sharded import STACK, Leaf, make_mesh
+
+from benchmarks.compiled import Program, read_program
+from muon_optax import MatrixView, muon, plan, scale_by_muon
+from muon_optax import MuonDimensionNumbers as Dims
+from muon_optax.polar import NewtonSchulz, resolve_schedule
+
+BAR = 1.02
+JORDAN_PASSES = 2  # over the matrix, as the Gram iteration restarts once
+M, N_ = 64, 256
+
+
+def gather(count, m, n, shards, replicas=1):
+    mine = -(-count // replicas)
+    return mine * m * n * 4 * (shards - 1) / shards + results(count, m, n, shards, replicas)
+
+
+def all_to_all(count, m, n, shards, replicas=1):
+    padded = shards * -(-count // (shards * replicas))
+    exchanged = 2 * padded * m * n * 4 * (shards - 1) / shards / shards
+    return exchanged + results(count, m, n, shards, replicas)
+
+
+def gram(count, m, n, shards, replicas=1):
+    small = min(m, n)
+    padded = shards * -(-count // (shards * replicas))
+    exchanged = JORDAN_PASSES * padded * small**2 * 8 * (shards - 1) / shards
+    return exchanged + results(count, m, n, shards, replicas)
+
+
+def results(count, m, n, shards, replicas):
+    """Each replica's results, to the others."""
+    padded = replicas * -(-count // replicas)
+    return padded * m * n * 4 / shards * (replicas - 1) / replicas
+
+
+FORMULAS = {"gather": gather, "all_to_all": all_to_all, "gram": gram}
+
+
+def program(leaves, mesh, **options) -> Program:
+    return read_program(sharded.compile_update(leaves, mesh, **options))
+
+
+# Mesh, leaf, matrices on a device, N, R, and the strategies that can be.
+BY_OWNERS = ("gather", "all_to_all")
+ALL = (*BY_OWNERS, "gram")
+FLAT, GRID, CUBE = {"f": 8}, {"x": 2, "y": 4}, {"r": 2, "e": 2, "f": 2}
+LAYOUTS: dict[str, tuple[dict[str, int], Leaf, int, int, int, tuple[str, ...]]] = {
+    "rows": (FLAT, Leaf((16, M, N_), P(None, "f"), STACK), 16, 8, 1, BY_OWNERS),
+    "columns": (FLAT, Leaf((16, M, N_), P(None, None, "f"), STACK), 16, 8, 1, ALL),
+    "tall_rows": (FLAT, Leaf((16, N_, M), P(None, "f"), STACK), 16, 8, 1, ALL),
+    "very_wide": (FLAT, Leaf((16, 16, 1024), P(None, None, "f"), STACK), 16, 8, 1, ALL),
+    "scan_axis_inside": (FLAT, Leaf((M, 16, N_), P("f"), Dims(0, 2)), 16, 8, 1, BY_OWNERS),
+    "two_dims": (GRID, Leaf((16, M, N_), P(None, "x", "y"), STACK), 16, 8, 1, BY_OWNERS),
+    "tuple": (GRID, Leaf((16, M, N_), P(None, ("x", "y")), STACK), 16, 8, 1, BY_OWNERS),
+    "reversed": (GRID, Leaf((16, M, N_), P(None, ("y", "x")), STACK), 16, 8, 1, BY_OWNERS),
+    "hsdp": (GRID, Leaf((16, M, N_), P(None, "y"), STACK), 16, 4, 2, BY_OWNERS),
+    "hsdp_columns": (GRID, Leaf((16, M, N_), P(None, None, "y"), STACK), 16, 4, 2, ALL),
+    "ddp": (FLAT, Leaf((16, M, N_), P(), STACK), 16, 1, 8, BY_OWNERS),
+    "experts": (GRID, Leaf((16, M, N_), P("x", "y"), STACK), 8, 4, 1, BY_OWNERS),
+    "experts_hsdp": (CUBE, Leaf((16, M, N_), P("e", "f"), STACK), 8, 2, 2, BY_OWNERS),
+    "experts_whole": (GRID, Leaf((16, M, N_), P("x"), STACK), 8, 1, 4, BY_OWNERS),
+    "fused": (
+        FLAT,
+        Leaf((16, M, 384), P(None, None, "f"), MatrixView(1, 2, split=(256, 64, 64))),
+        16,
+        8,
+        1,
+        BY_OWNERS,
+    ),
+}
+
+
+def sizes_of(leaf: Leaf) -> tuple[int, int]:
+    _, (reduction,), (output,) = leaf.axes
+    return leaf.shape[reduction], leaf.shape[output]
+
+
+def flops_of(leaf: Leaf) -> int:
+    """FLOPs of all matrices of a leaf on one device."""
+    newton_schulz = NewtonSchulz(resolve_schedule("jordan"))
+    height, _ = sizes_of(leaf)
+    fused = math.prod(leaf.shape) // math.prod(sizes_of(leaf))
+    return fused * sum(newton_schulz.flops(height, width) for width in leaf.widths)
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_update_sends_what_the_best_strategy_needs(name, kind):
+    sizes, leaf, count, shards, replicas, possible = LAYOUTS[name]
+    found = program({"w": leaf}, make_mesh(sizes, kind), device=sharded.SLOW)
+    formulas = {s: FORMULAS[s](count, *sizes_of(leaf), shards, replicas) for s in possible}
+    assert found.received <= BAR * min(formulas.values()), (found.received_by_kind, formulas)
+    assert found.flops <= 1.1 * flops_of(leaf) / 8
+    if min(formulas, key=lambda s: formulas[s]) != "gram":
+        assert found.exchanges_between_products == 0
+        assert sum(found.counts.values()) <= 2 + (replicas > 1)
+
+
+PADDING_RETURNS = pytest.mark.xfail(
+    strict=True, reason="measured 1.07 and 1.14: padding, too, goes to the other replicas"
+)
+MISSED = {("hsdp_columns", 19, "all_to_all"), ("hsdp_columns", 19, "gram")}
+MISSED |= {("hsdp_columns", 3, "gram")}
+UNEVEN = [
+    pytest.param(*case, marks=[PADDING_RETURNS] if case in MISSED else [])
+    for name in ("rows", "tall_rows", "two_dims", "hsdp_columns")
+    for count in (16, 19, 3)
+    for case in ((name, count, strategy) for strategy in LAYOUTS[name][-1])
+]
+
+
+@pytest.mark.parametrize(("name", "count", "strategy"), UNEVEN)
+def test_each_strategy_sends_what_its_formula_says(name, count, strategy):
+    sizes, leaf, _, shards, replicas, _ = LAYOUTS[name]
+    leaf = Leaf((count, *leaf.shape[1:]), leaf.spec, leaf.view)
+    found = program({"w": leaf}, make_mesh(sizes), strategy=strategy, device=sharded.SLOW)
+    formula = FORMULAS[strategy](count, *sizes_of(leaf), shards, replicas)
+    assert found.received <= BAR * formula, found.received_by_kind
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+@pytest.mark.parametrize(
+    ("sizes", "spec", "view", "shape"),
+    [
+        (FLAT, P("f"), STACK, (16, M, N_)),
+        (FLAT, P(None, "f"), Dims(0, 2), (M, 16, N_)),
+        (GRID, P(("y", "x")), STACK, (16, M, N_)),
+        (GRID, P("x", "y"), Dims(2, 3), (2, 4, M, N_)),
+    ],
+)
+def test_nothing_is_sent_where_whole_matrices_are_spread(kind, sizes, spec, view, shape):
+    found = program({"w": Leaf(shape, spec, view)}, make_mesh(sizes, kind))
+    assert found.collectives == ()
+    assert found.flops <= 1.1 * flops_of(Leaf(shape, spec, view)) / 8
+
+
+@pytest.mark.parametrize("strategy", ["gather", "all_to_all", "gram"])
+def test_what_goes_in_stays_within_a_replica(strategy):
+    mesh = make_mesh({"r": 2, "f": 4})
+    leaf = Leaf((16, M, N_), P(None, None, "f"), STACK)
+    found = program({"w": leaf}, mesh, strategy=strategy, device=sharded.SLOW)
+    replicas = [set(range(4)), set(range(4, 8))]
+    across = [c for c in found.collectives if any(set(g) not in replicas for g in c.groups)]
+    (back,) = across  # the results alone, each device's own part
+    assert back.kind == "all-gather"
+    assert {frozenset(g) for g in back.groups} == {frozenset({i, i + 4}) for i in range(4)}
+    assert back.received == 16 * M * N_ * 4 // 4 // 2
+
+
+def test_leaves_of_one_shape_go_in_and_out_together():
+    mesh = make_mesh(FLAT)
+    leaves = {f"up_{i}": Leaf((M, N_), P("f")) for i in range(8)}
+    leaves |= {f"down_{i}": Leaf((N_, M), P(None, "f")) for i in range(4)}
+    leaves |= {"stack": Leaf((4, N_, M), P(None, None, "f"), STACK)}
+    found = program(leaves, mesh)
+    assert found.counts == {"all-to-all": 4}
+    assert found.exchanges_between_products == 0
+
+
+@pytest.mark.parametrize("strategy", ["gather", "all_to_all", "gram"])
+def test_no_exchange_inside_a_step(strategy):
+    leaf = Leaf((16, M, N_), P(None, None, "f"), STACK)
+    found = program({"w": leaf}, make_mesh(FLAT), strategy=strategy)
+    # The Gram matrices go in and the products of the factors out, once for each pass.
+    most = 2 * JORDAN_PASSES if strategy == "gram" else 0
+    assert found.exchanges_between_products <= most
+
+
+def test_the_partitioner_alone_exchanges_inside_every_step():
+    """What the library is there to prevent, and that the check sees it."""
+    mesh = make_mesh(FLAT, "auto")
+    where = {"w": NamedSharding(mesh, P(None, "f"))}
+    tx = scale_by_muon(weight_dimension_numbers=STACK)
+    with pytest.warns(UserWarning, match="param_shardings"):
+        lowered = sharded.lower(tx, {"w": (16, M, N_)}, where, "float32")
+    found = read_program(lowered.compile())
+    assert found.exchanges_between_products > 4
+    assert found.received > 2 * all_to_all(16, M, N_, 8)
+
+
+def workspace(leaf, limit: int | None) -> tuple[Program, int]:
+    mesh = make_mesh(FLAT)
+    options: dict[str, Any] = {"max_workspace_bytes": limit, "strategy": "all_to_all"}
+    compiled = sharded.compile_update({"w": leaf}, mesh, **options)
+    return read_program(compiled), compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_the_workspace_is_bounded():
+    leaf = Leaf((64, 128, 512), P(None, "f"), STACK)
+    matrix = 4 * 128 * 512
+    whole, most = workspace(leaf, None)
+    cut, less = workspace(leaf, 6 * matrix)
+    assert whole.counts == {"all-to-all": 2}
+    assert cut.counts == {"all-to-all": 16}  # a matrix for each device at once
+    assert cut.received == whole.received
+    # Beside the exchange, the slices of momentum and results are kept, 8 matrices' size each.
+    assert less - 2 * 8 * matrix <= 6 * matrix
+    assert less < most
+
+
+def test_the_bound_by_default_is_a_quarter_of_a_gibibyte():
+    big = jax.ShapeDtypeStruct((64, 2048, 2048), "bfloat16")
+    mesh = jax.sharding.AbstractMesh((8,), ("f",))
+    where = NamedSharding(mesh, P(None, "f"))
+    row = plan({"w": big}, where, muon_weight_dimension_numbers=STACK, device="h100").rows[0]
+    matrix = 2 * 2048 * 2048
+    at_once = 64 / 8 / row.chunks
+    assert row.chunks > 1
+    assert (4 * at_once + 2) * matrix <= 2**28
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+@pytest.mark.parametrize("strategy", ["gather", "all_to_all"])
+def test_momentum_that_lies_elsewhere_sends_the_results_alone(kind, strategy):
+    mesh = make_mesh(FLAT, kind)
+    where = {"w": NamedSharding(mesh, P())}
+    there = {"w": NamedSharding(mesh, P(None, "f"))}
+    tx = scale_by_muon(
+        weight_dimension_numbers=STACK,
+        param_shardings=where,
+        mu_shardings=there,
+        strategy=strategy,
+    )
+    params = {"w": jax.ShapeDtypeStruct((16, M, N_), "float32", sharding=where["w"])}
+    state = jax.eval_shape(tx.init, params)
+    mu = {"w": jax.ShapeDtypeStruct((16, M, N_), "float32", sharding=there["w"])}
+    count = jax.ShapeDtypeStruct((), "int32", sharding=NamedSharding(mesh, P()))
+    state = state._replace(count=count, mu=mu)
+    found = read_program(sharded.jit(tx.update).lower(params, state).compile())
+    slices = 16 * M * N_ * 4 * 7 / 8
+    needed = {"gather": slices, "all_to_all": slices / 8 + slices}[strategy]
+    assert found.received <= BAR * needed, found.received_by_kind
+
+
+def test_the_mix_is_formed_and_rounded_before_the_exchange():
+    leaf = Leaf((16, M, N_), P(None, "f"), STACK)
+    mesh = make_mesh(FLAT)
+    where = sharded.shardings({"w": leaf}, mesh)
+    for strategy, operation in (("all_to_all", "all_to_all"), ("gather", "all_gather")):
+        tx = scale_by_muon(weight_dimension_numbers=STACK, ns_dtype="bfloat16", strategy=strategy)
+        text = sharded.lower(tx, {"w": leaf.shape}, where, "float32").as_text()
+        types = [
+            line.split(" : ")[-1] for line in text.splitlines() if f"stablehlo.{operation}" in line
+        ]
+        assert types
+        assert all("bf16" in t and "f32" not in t for t in types), types
+
+
+def test_the_whole_optimizer_sends_nothing_more():
+    mesh = make_mesh(FLAT)
+    shapes = {f"kernel_{i}": (M, N_) for i in range(16)} | {"bias": (N_,), "embedding": (512, M)}
+    where = {name: NamedSharding(mesh, P("f")) for name in shapes}
+    tx = muon(0.1, weight_decay=0.1, adam_weight_decay=0.1)
+    found = read_program(sharded.lower(tx, shapes, where, "float32").compile())
+    assert found.counts == {"all-to-all": 2}
+    assert found.received <= BAR * all_to_all(16, M, N_, 8)
+
+
+def test_every_step_of_a_scan_sends_the_same():
+    leaf = Leaf((16, M, N_), P(None, "f"), STACK)
+    mesh = make_mesh(FLAT)
+    where = NamedSharding(mesh, leaf.spec)
+    tx = scale_by_muon(weight_dimension_numbers=STACK)
+
+    def train(grads):
+        def step(state, grad):
+            update, state = tx.update(grad, state)
+            return state, update
+
+        return jax.lax.scan(step, tx.init(grads[0]), grads)[1]
+
+    stacked = NamedSharding(mesh, P(None, *leaf.spec))
+    x = jax.ShapeDtypeStruct((5, *leaf.shape), "float32", sharding=stacked)
+    found = read_program(jax.jit(train, out_shardings=stacked).lower(x).compile())
+    assert where.num_devices == 8
+    assert found.counts == {"all-to-all": 10}
+    assert found.received <= BAR * 5 * all_to_all(16, M, N_, 8)
+
+
+def transformer(layers: int, model: int = 64) -> dict[str, tuple[int, int]]:
+    """The shapes of the matrices of GPT-2's blocks."""
+    block = {
+        "qkv": (model, 3 * model),
+        "out": (model, model),
+        "up": (model, 4 * model),
+        "down": (4 * model, model),
+    }
+    return {f"layer_{i}_{k}": shape for i in range(layers) for k, shape in block.items()}
+
+
+def test_four_times_the_layers_are_at_most_twice_the_instructions():
+    mesh, found = make_mesh(FLAT), {}
+    for layers in (12, 48):
+        shapes = transformer(layers)
+        where = {name: NamedSharding(mesh, P("f")) for name in shapes}
+        found[layers] = read_program(sharded.lower(muon(0.1), shapes, where, "float32").compile())
+    assert found[48].instructions <= 2 * found[12].instructions
