@@ -20,7 +20,9 @@ FLAT = AbstractMesh((8,), ("f",))
 HSDP = AbstractMesh((2, 4), ("r", "f"))
 
 
-def chosen(leaves: dict[str, tuple[tuple[int, ...], P]], mesh: AbstractMesh = FLAT, **options: Any):
+def chosen(
+    leaves: Mapping[str, tuple[tuple[int, ...], P]], mesh: AbstractMesh = FLAT, **options: Any
+):
     """The plan of leaves given by shape and spec; those of three dims are stacks."""
     dtype = options.pop("dtype", "float32")
     dims = {name: MATRIX if len(shape) == 2 else STACK for name, (shape, _) in leaves.items()}
