@@ -1,7 +1,6 @@
 """The plan of an update, to be read before the run: buckets, strategies, bytes and FLOPs."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -192,9 +191,8 @@ def plan(
     dtypes = [compute_dtype(ns_dtype, mu_dtype or x.dtype) for x in jax.tree.leaves(ours)]
     leaves = spread.leaves(ours, views, dtypes)
     model, buckets = spread.plan(leaves, solver)
-    filled = [leaf for leaf in leaves if math.prod(leaf.view.shape)]
     rows = [
-        _row(share, [filled[i] for i in bucket.members])
+        _row(share, [leaves[i] for i in bucket.members])
         for bucket in buckets
         for share in bucket.shares
     ]

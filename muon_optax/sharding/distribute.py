@@ -1,7 +1,6 @@
 """From leaves to results: reads the layouts, plans, and runs each bucket."""
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -79,15 +78,14 @@ class Distribution:
     def plan(
         self, leaves: Sequence[Leaf], solver: Solver
     ) -> tuple[DeviceModel, tuple[Bucket, ...]]:
-        """The device model, and the buckets of those leaves that aren't empty."""
+        """The device model, and the buckets of the leaves."""
         kinds = {
             getattr(getattr(x.layout.mesh, "abstract_device", None), "device_kind", None)
             for x in leaves
         }
         device = device_model(self.device, next(iter(kinds - {None}), None))
-        filled = tuple(leaf for leaf in leaves if math.prod(leaf.view.shape))
-        buckets = plan_leaves(filled, solver.newton_schulz, device, self.max_workspace_bytes)
-        return device, buckets
+        limit = self.max_workspace_bytes
+        return device, plan_leaves(tuple(leaves), solver.newton_schulz, device, limit)
 
     def run(
         self,
@@ -98,20 +96,18 @@ class Distribution:
         operands: Sequence[tuple[jax.Array, ...]],
     ) -> list[jax.Array]:
         """Orthogonalises what `prepare` makes of each leaf's operands; see `run_bucket`."""
-        filled = [i for i, leaf in enumerate(leaves) if math.prod(leaf.view.shape)]
         results = [arrays[0].astype(x.dtype) for x, arrays in zip(leaves, operands, strict=True)]
         _warn_of_unknown(leaves)
         for bucket in self.plan(leaves, solver)[1]:
-            members = [filled[i] for i in bucket.members]
             done = run_bucket(
                 bucket,
-                [leaves[i] for i in members],
+                [leaves[i] for i in bucket.members],
                 prepare,
                 scalars,
-                [operands[i] for i in members],
+                [operands[i] for i in bucket.members],
                 solver,
             )
-            for i, result in zip(members, done, strict=True):
+            for i, result in zip(bucket.members, done, strict=True):
                 results[i] = result
         return results
 

@@ -7,7 +7,8 @@ are chosen so that the busiest device has as little to do as possible.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import get_args
 
 import jax.numpy as jnp
@@ -106,15 +107,13 @@ class Bucket:
     """Leaves that are handled together.
 
     Attributes:
-      members: their indices.
+      members: their indices among the leaves that were planned.
       leaf: the first of them, which stands for all.
-      count: their matrices, as one device counts them.
       shares: what is done with them.
     """
 
     members: tuple[int, ...]
     leaf: Leaf
-    count: int
     shares: tuple[Share, ...]
 
 
@@ -128,7 +127,7 @@ def plan_leaves(
     """Chooses a strategy for every leaf.
 
     Args:
-      leaves: the leaves, none of them empty.
+      leaves: the leaves; empty ones are in no bucket.
       solver: the Newton-Schulz that runs; None for a function of the user's.
       device: the device model that decides.
       max_workspace_bytes: bound of the workspace of one exchange on a device; None is the larger of
@@ -141,12 +140,13 @@ def plan_leaves(
       ValueError: listing the leaves whose layout rules out the strategy asked for.
     """
     groups: dict[tuple, list[int]] = {}
-    for i, leaf in enumerate(leaves):
+    filled = {i: leaf for i, leaf in enumerate(leaves) if math.prod(leaf.view.shape)}
+    for i, leaf in filled.items():
         groups.setdefault(leaf.key, []).append(i)
     works = {key: _work(leaves[members[0]], solver) for key, members in groups.items()}
     largest = max((w.matrix_bytes for w in works.values()), default=0)
     budget = max_workspace_bytes or max(_MINIMUM_WORKSPACE, 6 * largest)
-    _check_strategies(leaves, works, solver)
+    _check_strategies(filled.values(), works, solver)
     loads: dict[tuple, np.ndarray] = {}
     buckets = []
     for key in sorted(groups, key=lambda k: -works[k].flops):
@@ -155,12 +155,12 @@ def plan_leaves(
         count = sum(leaves[i].count for i in members)
         load = loads.setdefault(work.sizes, np.zeros([n for _, n in work.sizes]))
         shares = _Chooser(leaf, work, solver, device, load, budget).shares(count)
-        buckets.append(Bucket(members, leaf, count, tuple(shares)))
+        buckets.append(Bucket(members, leaf, tuple(shares)))
     return tuple(buckets)
 
 
 def _check_strategies(
-    leaves: tuple[Leaf, ...], works: Mapping[tuple, Work], solver: NewtonSchulz | None
+    leaves: Iterable[Leaf], works: Mapping[tuple, Work], solver: NewtonSchulz | None
 ) -> None:
     problems = []
     for leaf in leaves:
@@ -337,7 +337,7 @@ def _reason(strategy: Strategy, leaf: Leaf, count: int, work: Work) -> str:
     if leaf.strategy != "auto":
         return "asked for"
     if strategy == "local":
-        return "matrices are whole here" if not work.count(leaf.layout.free) > 1 else "tiny"
+        return "matrices are whole here" if work.count(leaf.layout.free) == 1 else "tiny"
     if strategy == "all_to_all" and count < work.owners:
         return f"{count} matrices for {work.owners} owners, the least busy ones"
     return {
