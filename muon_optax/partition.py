@@ -43,7 +43,16 @@ __all__ = [
 
 
 class MuonWarning(UserWarning):
-    """A choice of muon_optax that is right but may not be what was meant."""
+    """A choice of muon_optax that is right but may not be what was meant.
+
+    Example:
+      >>> import muon_optax
+      >>> with warnings.catch_warnings(record=True) as caught:
+      ...     warnings.simplefilter("always")
+      ...     state = muon_optax.muon(0.02).init({"bias": jnp.zeros(4)})
+      >>> caught[0].category is muon_optax.MuonWarning, str(caught[0].message)[:22]
+      (True, 'no leaf gets Muon; all')
+    """
 
 
 @dataclasses.dataclass(frozen=True)

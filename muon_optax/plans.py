@@ -59,6 +59,13 @@ class Plan:
     Attributes:
       rows: costliest matrices first.
       device: name of the device model.
+
+    Example:
+      >>> found = plan({"w": jax.ShapeDtypeStruct((64, 256), "float32")}, device="h100")
+      >>> [(row.leaves, row.strategy, row.reason) for row in found.rows]
+      [(('w',), 'local', 'matrices are whole here')]
+      >>> found.bytes, found.flops == found.to_dict()["totals"]["flops"]
+      (0, True)
     """
 
     rows: tuple[PlanRow, ...]

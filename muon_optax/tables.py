@@ -14,7 +14,6 @@ from muon_optax.matrix_view import BoundView
 from muon_optax.partition import Decision, Partition, Views, assign, check_rules
 from muon_optax.scaling import Scale, Scaling, resolve_scaling
 from muon_optax.sharding.auto import partitioned
-from muon_optax.tree_paths import path_name
 
 __all__ = ["ParameterReport", "ParameterRow", "UpdateStats", "report", "update_stats"]
 
@@ -53,6 +52,13 @@ class ParameterReport:
 
     Attributes:
       rows: one for each leaf, in flattening order.
+
+    Example:
+      >>> found = report({"mlp": {"kernel": jnp.ones((4, 16)), "bias": jnp.zeros(16)}})
+      >>> [(row.path, row.optimizer) for row in found.rows]
+      [('mlp/bias', 'adam'), ('mlp/kernel', 'muon')]
+      >>> found.totals
+      {'adam': (1, 16), 'muon': (1, 64)}
     """
 
     rows: tuple[ParameterRow, ...]
@@ -132,11 +138,10 @@ def report(
     return ParameterReport(tuple(_row(d, scaling) for d in assignment.decisions))
 
 
-def _row(decision: Decision, scaling: Scaling) -> ParameterRow:
-    matrices = () if decision.view is None else decision.view.matrices
+def _row(d: Decision, scaling: Scaling) -> ParameterRow:
+    matrices = () if d.view is None else d.view.matrices
     factor = float(np.asarray(scaling.multiplier))
     scales = tuple(scaling.base(m, n) * factor for _, m, n in matrices)
-    d = decision
     return ParameterRow(d.path, d.shape, d.dtype, d.label, d.reason, matrices, scales)
 
 
@@ -147,6 +152,10 @@ class UpdateStats(NamedTuple):
       rms: root mean square of the elements.
       sigma_min: smallest singular value of any of its matrices.
       sigma_max: largest one.
+
+    Example:
+      >>> update_stats({"w": jnp.eye(4)})["w"].sigma_max.round(3).item()
+      1.0
     """
 
     rms: jax.Array
@@ -189,7 +198,7 @@ def update_stats(
         raise ValueError(f"steps must be an integer of 1 or more, got {steps!r}")
     decisions = assign(updates, muon_weight_dimension_numbers, partition).decisions
     pairs = zip(decisions, jax.tree.leaves(updates), strict=True)
-    return {path_name(d.segments): _stats(x, d.view, steps) for d, x in pairs if d.view is not None}
+    return {d.path: _stats(x, d.view, steps) for d, x in pairs if d.view is not None}
 
 
 def _stats(x: jax.Array, view: BoundView, steps: int) -> UpdateStats:

@@ -38,6 +38,12 @@ class DeviceModel:
       slow_bandwidth: bytes/s that a device can receive from beyond them.
       latency: seconds for one collective.
       axis_bandwidth: bytes/s for single mesh axes, as pairs, instead of the above.
+
+    Example:
+      >>> cluster = DeviceModel("mine", 1e15, 5e14, 4e11, node_size=8, slow_bandwidth=5e10)
+      >>> sizes = {"replica": 4, "fsdp": 8}  # in the mesh's order
+      >>> cluster.bandwidth_over(("fsdp",), sizes), cluster.bandwidth_over(("replica",), sizes)
+      (400000000000.0, 50000000000.0)
     """
 
     name: str
