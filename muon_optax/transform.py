@@ -5,6 +5,7 @@ state, so that the momentum mix is formed and rounded where the exchange between
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -14,9 +15,10 @@ import optax
 
 from muon_optax.checks import check_decay, check_flag, check_float_dtype
 from muon_optax.dtypes import wide_dtype
+from muon_optax.leaf_kinds import is_float_leaf
 from muon_optax.matrix_view import BoundView, MuonDimensionNumbers
 from muon_optax.momentum import Momentum, MomentumForm, MuonState, Weights, mix
-from muon_optax.partition import Views, assign, is_float_leaf
+from muon_optax.partition import Views, assign
 from muon_optax.polar import (
     Method,
     NewtonSchulz,
@@ -115,7 +117,7 @@ def orthogonalize(
       adaptive: multiply each matrix by its inner product with the input, the dual norm (arXiv
         2409.20325).
       preconditioning: how the matrix is brought into range; None is the schedule's own.
-      ns_method: 'standard', 'gram', or 'auto' by aspect ratio.
+      ns_method: 'standard', 'gram', or 'auto', the one with fewer operations.
       ns_dtype: dtype to compute in; None is the update's.
       ns_precision: precision of the products, as in `jax.lax.dot`.
       orthogonalizer: a function on (batch, m, n), used instead of Newton-Schulz.
@@ -279,7 +281,7 @@ def scale_by_muon(
       >>> bool(jnp.allclose(update, jnp.eye(2), atol=0.05))
       True
     """
-    check_decay("eps", eps)
+    check_decay("eps", eps, below=math.inf)
     buffer = Momentum(beta, mu_dtype, nesterov, bias_correction, momentum)
     check_float_dtype("ns_dtype", ns_dtype)
     solver = make_solver(

@@ -9,11 +9,11 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
+from muon_optax.dtypes import wide_dtype
 from muon_optax.polar import iterate
-from muon_optax.polar.coefficients import Preconditioning, Schedule, ScheduleName, resolve_schedule
+from muon_optax.polar.coefficients import Coefficients, Preconditioning, Schedule, resolve_schedule
 from muon_optax.polar.normalize import Map, identity, near_one
 from muon_optax.polar.symmetric import accumulator, hermitian_flops
 
@@ -24,7 +24,7 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 def newton_schulz(
     x: jax.Array,
-    ns_coeffs: ScheduleName | Sequence[float] | Sequence[Sequence[float]] | np.ndarray = "jordan",
+    ns_coeffs: Coefficients = "jordan",
     ns_steps: int | None = None,
     *,
     method: Method = "auto",
@@ -179,7 +179,7 @@ def _orthogonalize(config: NewtonSchulz, x: jax.Array) -> jax.Array:
 def _normalized(x: jax.Array, dtype: Any, maximum: Map = identity) -> jax.Array:
     """`x` in the dtype of the products, its largest entry near 1."""
     compute = _compute_dtype(x.dtype, dtype)
-    wide = jnp.promote_types(x.dtype, accumulator(compute))
+    wide = wide_dtype(x.dtype, accumulator(compute))
     return near_one(x.astype(wide), maximum).astype(compute)
 
 
@@ -188,7 +188,7 @@ def _compute_dtype(own: Any, dtype: Any) -> Any:
     if dtype is None:
         return own
     if jnp.issubdtype(own, jnp.complexfloating):
-        return jnp.promote_types(dtype, jnp.complex64)
+        return wide_dtype(dtype, jnp.complex64)
     return dtype
 
 

@@ -16,7 +16,7 @@ from muon_optax.sharding.cost import DeviceModel, device_model
 from muon_optax.sharding.execute import Prepare, run_bucket
 from muon_optax.sharding.local import Solver
 from muon_optax.sharding.planner import STRATEGIES, Bucket, Leaf, plan_leaves
-from muon_optax.sharding.specs import Layout, read_layouts
+from muon_optax.sharding.specs import Layout, as_declared, is_spec, read_layouts
 from muon_optax.tree_paths import leaves_with_segments, path_name
 
 __all__ = ["Distribution", "StrategyRules"]
@@ -41,14 +41,16 @@ class Distribution:
     device: str | DeviceModel = "auto"
 
     def __post_init__(self) -> None:
-        pairs = [("", self.strategy)] if isinstance(self.strategy, str) else self.strategy
-        for _, name in pairs:
+        for name in _strategies(self.strategy):
             check_choice("strategy", name, ("auto", *STRATEGIES))
         limit = self.max_workspace_bytes
-        if limit is not None and (not isinstance(limit, int) or limit <= 0):
+        is_count = isinstance(limit, int) and not isinstance(limit, bool) and limit > 0
+        if limit is not None and not is_count:
             raise ValueError(
                 f"max_workspace_bytes must be a positive integer or None, got {limit!r}"
             )
+        for entry in jax.tree.leaves(self.param_shardings, is_leaf=is_spec):
+            as_declared(entry)
         device_model(self.device, "cpu")
 
     def leaves(
@@ -110,6 +112,17 @@ class Distribution:
             for i, result in zip(bucket.members, done, strict=True):
                 results[i] = result
         return results
+
+
+def _strategies(strategy: Any) -> list[str]:
+    if isinstance(strategy, str):
+        return [strategy]
+    is_pair = lambda x: isinstance(x, tuple | list) and [type(s) for s in x] == [str, str]  # noqa: E731
+    if not isinstance(strategy, Sequence) or not all(is_pair(x) for x in strategy):
+        raise TypeError(
+            f"strategy must be a name or a sequence of (pattern, name) pairs, got {strategy!r}"
+        )
+    return [name for _, name in strategy]
 
 
 def _ends_whole(view: BoundView, layout: Layout, home: Layout) -> bool:

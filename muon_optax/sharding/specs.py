@@ -20,6 +20,7 @@ __all__ = [
     "Axes",
     "Declared",
     "Layout",
+    "bare_spec",
     "declared_specs",
     "mesh_of",
     "place",
@@ -94,11 +95,11 @@ class Layout:
         return PartitionSpec(*(axes or None for axes in dims))
 
 
-def declared_specs(declared: Any, params: Any) -> list[Declared]:
+def declared_specs(where: Any, params: Any) -> list[Declared]:
     """What the user declares of each leaf of `params`.
 
     Args:
-      declared: None, or a tree (or a prefix of one) of NamedSharding, PartitionSpec, arrays, or
+      where: None, or a tree (or a prefix of one) of NamedSharding, PartitionSpec, arrays, or
         shape structs with a sharding; a None entry says nothing.
       params: the tree of leaves.
 
@@ -109,13 +110,23 @@ def declared_specs(declared: Any, params: Any) -> list[Declared]:
       ValueError: if the trees don't match.
       TypeError: for entries of another type.
     """
-    if declared is None:
+    if where is None:
         return [None] * len(jax.tree.leaves(params))
-    is_leaf = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-    return [_declared(x) for x in align(declared, params, what="shardings", is_leaf=is_leaf)]
+    entries = align(where, params, what="shardings", is_leaf=is_spec)
+    return [as_declared(x) for x in entries]
 
 
-def _declared(entry: Any) -> Declared:
+def is_spec(x: Any) -> bool:
+    """Whether `x` is a spec, and so one entry of a tree of shardings."""
+    return isinstance(x, PartitionSpec)
+
+
+def as_declared(entry: Any) -> Declared:
+    """What one entry of a tree of shardings says: a spec, or None for nothing.
+
+    Raises:
+      TypeError: for an entry of another type.
+    """
     if entry is None or isinstance(entry, NamedSharding | PartitionSpec):
         return entry
     if isinstance(entry, Tracer):
@@ -123,7 +134,7 @@ def _declared(entry: Any) -> Declared:
     if isinstance(entry, jax.sharding.Sharding):
         return PartitionSpec()  # on one device
     if hasattr(entry, "sharding"):
-        return _declared(entry.sharding)
+        return as_declared(entry.sharding)
     raise TypeError(
         f"a sharding must be a NamedSharding, a PartitionSpec, an array or None, got {entry!r}"
     )
@@ -174,6 +185,8 @@ def read_layout(x: Any, declared: Declared = None) -> Layout:
     if any(mesh.shape[a] > 1 for a in manual) and declared is None:
         _check_whole(x, mesh, manual)
     hidden = _hidden_axes(x)
+    if all(a in hidden for a in mesh.axis_names if mesh.shape[a] > 1):
+        return Layout(tuple(x.shape))
     known = tuple(a for a in _known_axes(mesh, x, declared) if a not in hidden)
     written = _spec_of(x, declared)
     spec = _normalised(written, len(x.shape), mesh)
@@ -243,10 +256,15 @@ def _placed(x: jax.Array, declared: Declared) -> jax.Array:
     mesh = mesh_of(x, declared)
     if declared is None or mesh is None:
         return x
-    spec = declared.spec if isinstance(declared, NamedSharding) else declared
+    spec = bare_spec(declared)
     if AxisType.Explicit in mesh.axis_types:
         return jax.sharding.reshard(x, NamedSharding(mesh, spec))
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def bare_spec(declared: NamedSharding | PartitionSpec) -> PartitionSpec:
+    """The spec alone, without the mesh that a NamedSharding adds."""
+    return declared.spec if isinstance(declared, NamedSharding) else declared
 
 
 def mesh_of(x: Any, declared: Declared) -> Mesh | AbstractMesh | None:
@@ -274,7 +292,7 @@ def _spec_of(x: Any, declared: Declared) -> PartitionSpec:
     if typed is not None and set(typed.mesh.axis_types) == {AxisType.Explicit}:
         return typed.spec
     if declared is not None:
-        return declared.spec if isinstance(declared, NamedSharding) else declared
+        return bare_spec(declared)
     return _concrete_spec(x) or jax.typeof(x).sharding.spec
 
 
