@@ -7,7 +7,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from muon_optax.momentum import MuonState
-from muon_optax.sharding.specs import declared_specs, mesh_of
+from muon_optax.sharding.specs import bare_spec, declared_specs, mesh_of
 from muon_optax.tree_paths import is_masked, leaves_with_segments, path_name, raise_together
 
 __all__ = ["state_shardings"]
@@ -84,7 +84,6 @@ def _named_shardings(params: Any, declared: Any) -> Any:
         if spec is None or mesh is None:
             problems.append(f"{path_name(path)}: give a NamedSharding; got {spec}")
         else:
-            written = spec.spec if isinstance(spec, NamedSharding) else spec
-            found.append(NamedSharding(mesh, written))
+            found.append(NamedSharding(mesh, bare_spec(spec)))
     raise_together(problems, "state_shardings doesn't know where these leaves lie:")
     return jax.tree.structure(params).unflatten(found)
