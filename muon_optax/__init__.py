@@ -3,9 +3,10 @@
 from muon_optax.alias import muon
 from muon_optax.flax_views import flax_matrix_views
 from muon_optax.matrix_view import MatrixView, MuonDimensionNumbers
-from muon_optax.partition import MuonWarning, Rule, default_rules
+from muon_optax.partition import MuonWarning
 from muon_optax.plans import Plan, plan
 from muon_optax.polar import newton_schulz
+from muon_optax.rules import Rule, default_rules
 from muon_optax.sharding.cost import DeviceModel
 from muon_optax.sharding.state import state_shardings
 from muon_optax.tables import ParameterReport, UpdateStats, report, update_stats

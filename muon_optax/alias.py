@@ -113,7 +113,7 @@ def muon(
       scale: 'shape_scaling' (default), 'match_rms_adamw', 'spectral', 'unit_rms_norm' or 'none';
         see `scale_by_shape`.
       scale_factor: multiplies any scale.
-      ns_method: 'standard', 'gram', or 'auto' by aspect ratio.
+      ns_method: 'standard', 'gram', or 'auto', the one with fewer operations.
       ns_dtype: dtype to orthogonalise in; None is the momentum's.
       ns_precision: precision of the products, as in `jax.lax.dot`. The default means TF32 for
         float32 on recent GPUs and bfloat16 inputs on TPUs.

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from muon_optax.matrix_view import MatrixView, MuonDimensionNumbers
-from muon_optax.partition import Label, warn_about
-from muon_optax.rules import Rule, Shape, has_run
+from muon_optax.partition import warn_about
+from muon_optax.rules import Label, Rule, Shape, has_run
 from muon_optax.tree_paths import Segments, leaves_with_segments, path_name, raise_together
 
 __all__ = ["Blocks", "Choice", "is_vector_in_disguise", "named_like", "views_of_blocks"]

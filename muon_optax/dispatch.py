@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from muon_optax.leaf_kinds import dtype_of, is_float_leaf
 from muon_optax.partition import (
     NOT_FLOAT,
     Assignment,
@@ -15,7 +16,6 @@ from muon_optax.partition import (
     as_rules,
     assign,
     check_rules,
-    is_float_leaf,
     warn_of_surprises,
 )
 from muon_optax.sharding.specs import whole_shapes
@@ -114,7 +114,7 @@ def _with_others(floats: Any, updates: Any, params: Any) -> Any:
     def leaf(new, old, param):
         if not is_masked(new) or is_masked(old):
             return new
-        dtype = _as_array(param).dtype
+        dtype = dtype_of(param)
         if jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_:
             return jnp.zeros_like(param)
         return old  # float0 and keys

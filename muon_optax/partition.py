@@ -16,7 +16,7 @@ import optax
 
 from muon_optax.leaf_kinds import check_arrays, dtype_of, is_float_leaf
 from muon_optax.matrix_view import BoundView, MuonDimensionNumbers, View, bind_view, is_view
-from muon_optax.rules import LABELS, Label, Rule, Shape, default_rules, has_run, words
+from muon_optax.rules import LABELS, Label, Rule, Shape, default_rules, words
 from muon_optax.tree_paths import (
     Segments,
     align,
@@ -30,15 +30,17 @@ from muon_optax.tree_paths import (
 )
 
 __all__ = [
+    "NOT_FLOAT",
     "Assignment",
     "Decision",
-    "Label",
     "MuonWarning",
-    "Rule",
+    "Partition",
+    "Views",
+    "as_rules",
     "assign",
-    "default_rules",
-    "has_run",
-    "is_float_leaf",
+    "check_rules",
+    "warn_about",
+    "warn_of_surprises",
 ]
 
 
@@ -121,8 +123,8 @@ MATRIX = "weight matrix"
 
 Views = View | Any | Callable[[Any], Any]
 Partition = Sequence[Rule] | Any | Callable[[Any], Any]
-Choice = tuple[Label, str, View | None]
-Choose = Callable[[Segments, Shape], Choice]
+Outcome = tuple[Label, str, View | None]
+Choose = Callable[[Segments, Shape], Outcome]
 
 
 def assign(params: Any, views: Views = None, partition: Partition = None) -> Assignment:
@@ -217,7 +219,7 @@ def _decide(path: Segments, leaf: Any, choose: Choose) -> Decision:
     return Decision(path, shape, dtype, label, reason, bound)
 
 
-def _by_view(view: View | None) -> Choice:
+def _by_view(view: View | None) -> Outcome:
     if view is None:
         return "adam", "no matrix view in the given tree", None
     if not is_view(view):
@@ -227,7 +229,7 @@ def _by_view(view: View | None) -> Choice:
     return "muon", "matrix view given", view
 
 
-def _by_rules(path: Segments, shape: Shape, rules: Sequence[Rule]) -> Choice:
+def _by_rules(path: Segments, shape: Shape, rules: Sequence[Rule]) -> Outcome:
     rule = next((r for r in rules if r.matches(path, shape)), None)
     if rule is not None:
         return _by_label(shape, rule.label, rule.reason, f" by the rule {rule}")
@@ -238,7 +240,7 @@ def _by_rules(path: Segments, shape: Shape, rules: Sequence[Rule]) -> Choice:
     return _by_label(shape, "muon", MATRIX)
 
 
-def _by_label(shape: Shape, label: Any, reason: str = "label given", by: str = "") -> Choice:
+def _by_label(shape: Shape, label: Any, reason: str = "label given", by: str = "") -> Outcome:
     if not (isinstance(label, str) and label in LABELS):
         raise ValueError(f"shape {shape}, label {short(label)}: must be one of {LABELS}")
     if label == "muon":
