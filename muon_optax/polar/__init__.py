@@ -2,6 +2,7 @@
 
 from muon_optax.polar.coefficients import (
     SCHEDULES,
+    Coefficients,
     Preconditioning,
     Row,
     Schedule,
@@ -15,6 +16,7 @@ from muon_optax.polar.remez import polar_schedule
 
 __all__ = [
     "SCHEDULES",
+    "Coefficients",
     "Exchange",
     "Method",
     "NewtonSchulz",

@@ -24,6 +24,7 @@ ScheduleName = Literal[
     "fast",
 ]
 Preconditioning = Literal["frobenius", "spectral", "aol", "schatten", "schatten8"]
+Coefficients = ScheduleName | Sequence[float] | Sequence[Sequence[float]] | np.ndarray | jax.Array
 
 _JORDAN: Row = (3.4445, -4.7750, 2.0315)
 # The quintic Padé step: σ = 1 is a fixed point of order three, so more of them only help.
@@ -210,7 +211,7 @@ _EXTENSIBLE = {"jordan": _jordan, "polar_express": _polar_express}
 
 
 def resolve_schedule(
-    ns_coeffs: ScheduleName | Sequence[float] | Sequence[Sequence[float]] | np.ndarray = "jordan",
+    ns_coeffs: Coefficients = "jordan",
     ns_steps: int | None = None,
     preconditioning: Preconditioning | None = None,
 ) -> Schedule:

@@ -22,6 +22,7 @@ def near_one(x: jax.Array, maximum: Map = identity) -> jax.Array:
     """Multiplies each matrix by the power of two that brings its largest entry near 1.
 
     This rounds nothing, and afterwards squares of entries that matter neither over- nor underflow.
+    Where a device flushes subnormal numbers, as XLA on CPU does, those of `x` count as zeros.
 
     Args:
       x: (..., m, n), not empty; float32, float64 or complex.
