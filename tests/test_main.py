@@ -1,0 +1,119 @@
+"""The command line: `python -m muon_optax`."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from muon_optax import recipes
+from muon_optax.cli import main, parity
+from muon_optax.interop.parity import launch
+from muon_optax.interop.parity.case import Case
+from muon_optax.interop.parity.verdict import TOLERANCES, Mark, Row, Verdict
+
+
+def test_parity_on_two_ranks(tmp_path, capsys):
+    pytest.importorskip("torch", reason="torch isn't installed")
+    path = tmp_path / "rows.json"
+    argv = ["parity", "--recipe", "torch_muon", "--ranks", "2", "--mesh", "fsdp=2"]
+    assert main([*argv, "--steps", "10", "--json", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "torch_muon reference float32 fsdp=2"
+    assert lines[1].split() == [
+        "leaf",
+        "step",
+        "update",
+        "momentum",
+        "parameter",
+        "torch",
+        "off",
+        "verdict",
+    ]
+    assert sum(line.endswith("PASS") for line in lines) == 12 * 10
+    assert lines[-1].startswith("PASS: 120 rows, 0 failed; bias")
+    (verdict,) = json.loads(path.read_text())
+    assert verdict["passed"]
+    assert max(row["parameter"] for row in verdict["rows"]) < 1e-5
+    assert max(row["momentum"] for row in verdict["rows"]) < 1e-6
+
+
+def verdict(case: Case, mark: Mark = "PASS") -> Verdict:
+    row = Row("w", 1, 1e-3, 1e-3, 1e-3, None, mark)
+    return Verdict(case, TOLERANCES["float32"], (row,), 0.0, (1.0,))
+
+
+def test_the_exit_code_says_whether_it_holds(monkeypatch, capsys):
+    for mark, code in (("PASS", 0), ("FAIL", 1)):
+        monkeypatch.setattr(
+            parity, "judge", lambda cases, m=mark, **_: [verdict(case, m) for case in cases]
+        )
+        assert main(["parity", "--worst"]) == code
+    assert capsys.readouterr().out.endswith("failed: torch_muon reference float32 fsdp=2\n")
+    assert main(["parity", "--grid"]) == 1
+    assert f"0 cases passed, {len(parity.grid())} failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--ranks", "3", "--mesh", "fsdp=2"], "--mesh fsdp=2 is of 2 ranks, not --ranks 3"),
+        (["--recipe", "dion", "--optimizer", "torch"], "has the conventions of torch_muon"),
+        (["--ranks", "64"], "needs 64 devices"),
+        (["--steps", "0"], "steps must be positive"),
+    ],
+)
+def test_errors_are_told_with_exit_code_2(capsys, argv, message):
+    assert main(["parity", *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_torch(monkeypatch, capsys):
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    assert main(["parity"]) == 2
+    assert "pip install 'muon-optax[torch]'" in capsys.readouterr().err
+
+
+def test_interrupts_end_it_quietly(monkeypatch, capsys):
+    def judge(cases, **_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(parity, "judge", judge)
+    assert main(["parity"]) == 130
+    assert capsys.readouterr().err == "stopped\n"
+
+
+@pytest.mark.parametrize("argv", [[], ["parity", "--mesh", "tp=2"], ["parity", "--recipe", "adam"]])
+def test_usage_errors(argv, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(argv)
+    assert "usage: python -m muon_optax" in capsys.readouterr().err
+
+
+def test_the_grid_has_every_mesh_and_recipe():
+    cases = parity.grid()
+    assert {case.recipe for case in cases} == set(recipes.__all__)
+    of_torch = [c for c in cases if c.recipe == "torch_muon"]
+    assert {c.mesh_name for c in of_torch} == {
+        "fsdp=2",
+        "fsdp=4",
+        "replica=2,fsdp=2",
+        "fsdp=2,tp=2",
+    }
+    kinds = {(c.optimizer, c.dtype) for c in of_torch if c.mesh_name == "fsdp=2,tp=2"}
+    assert kinds == {("reference", "float32"), ("reference", "float64"), ("torch", "float32")}
+
+
+def test_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "muon_optax", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "prove that a recipe does what PyTorch does" in done.stdout
+
+
+def test_importing_the_library_does_not_import_torch():
+    code = (
+        "import sys, muon_optax, muon_optax.recipes, muon_optax.interop, muon_optax.interop.torch; "
+        "import muon_optax.cli; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
