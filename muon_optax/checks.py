@@ -92,15 +92,19 @@ def check_decay(name: str, value: Any, *, below: float = 1.0) -> None:
             "hyperparam_dtype=jnp.float32 to optax.inject_hyperparams"
         )
     check_number(name, value, below=below)
+    if not isinstance(value, Tracer) and np.float32(value) >= below:
+        raise ValueError(f"{name} must stay below {below} in float32, got {value!r}")
 
 
 def check_float_dtype(name: str, dtype: Any) -> None:
-    """Raises TypeError unless `dtype` is None or a floating-point dtype."""
+    """Raises TypeError unless `dtype` is None or a real floating-point dtype of 16 bits or more."""
     if dtype is None:
         return
     try:
         known = jnp.dtype(dtype)
     except TypeError:
         known = jnp.dtype(bool)
-    if not jnp.issubdtype(known, jnp.inexact):
-        raise TypeError(f"{name} must be a floating-point dtype or None, got {dtype!r}")
+    if not jnp.issubdtype(known, jnp.floating) or known.itemsize < 2:
+        raise TypeError(
+            f"{name} must be a real floating-point dtype of 16 bits or more, or None, got {dtype!r}"
+        )

@@ -7,7 +7,7 @@ state, so that the momentum mix is formed and rounded where the exchange between
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,14 @@ from muon_optax.scaling import Scale, resolve_scaling
 from muon_optax.sharding.cost import DeviceModel
 from muon_optax.sharding.distribute import Distribution, StrategyRules
 from muon_optax.sharding.local import Orthogonalizer, Solver
-from muon_optax.sharding.specs import Layout, place, read_layouts, whole_shapes
+from muon_optax.sharding.specs import (
+    Layout,
+    homes_of,
+    place,
+    read_layouts,
+    typed_specs,
+    whole_shapes,
+)
 from muon_optax.tree_paths import (
     cast_like,
     graft,
@@ -86,6 +93,7 @@ def scale_by_momentum(
 
     def update(updates, state, params=None):
         del params
+        _check_state(updates, state.mu)
         count, weights, new = _accumulate(buffer, updates, state)
         mixed = jax.tree.map(lambda g, m: mix(weights, g, m), updates, new)
         return cast_like(mixed, updates), MuonState(count, cast_like(new, state.mu))
@@ -150,6 +158,7 @@ def orthogonalize(
     spread = Distribution(param_shardings, strategy, max_workspace_bytes, device)
 
     def init(params):
+        spread.check_patterns(params)
         _bound_views(whole_shapes(params, param_shardings), weight_dimension_numbers)
         return optax.EmptyState()
 
@@ -291,22 +300,30 @@ def scale_by_muon(
     spread = Distribution(lies, strategy, max_workspace_bytes, device)
 
     def init(params):
+        spread.check_patterns(params)
         _bound_views(whole_shapes(params, param_shardings), weight_dimension_numbers)
         state = _init(buffer, params)
         return state._replace(mu=place(state.mu, mu_shardings))
 
     def update(updates, state, params=None):
-        del params
-        homes = None if mu_shardings is None else read_layouts(updates, param_shardings)
-        updates = place(updates, mu_shardings)
+        like = updates if params is None else graft(params, updates)
+        homes = homes_of(like, param_shardings)
+        _check_state(updates, state.mu)
+        mu_lies = typed_specs(state.mu) if mu_shardings is None else mu_shardings
+        updates = place(updates, mu_lies)
         views = _bound_views(whole_shapes(updates, lies), weight_dimension_numbers)
         count, weights, new = _accumulate(buffer, updates, state)
         dtypes = [compute_dtype(ns_dtype, m.dtype) for m in jax.tree.leaves(state.mu)]
         leaves = spread.leaves(updates, views, dtypes, homes)
         pairs = list(zip(jax.tree.leaves(updates), jax.tree.leaves(new), strict=True))
         results = spread.run(leaves, solver, mix, weights, pairs)
-        results = place(jax.tree.structure(updates).unflatten(results), homes)
-        return cast_like(results, updates), MuonState(count, cast_like(new, state.mu))
+        moved = [
+            home if home and home.spec != leaf.layout.spec else None
+            for home, leaf in zip(homes, leaves, strict=True)
+        ]
+        results = place(jax.tree.structure(updates).unflatten(results), moved)
+        new = place(cast_like(new, state.mu), mu_shardings)
+        return cast_like(results, updates), MuonState(count, new)
 
     return optax.GradientTransformation(init, update)
 
@@ -325,7 +342,6 @@ def _accumulate(
     buffer: Momentum, updates: optax.Updates, state: MuonState
 ) -> tuple[jax.Array, Weights, optax.Updates]:
     """The next count, the weights of the mix, and the new buffers, not yet rounded."""
-    _check_state(updates, state.mu)
     count = jnp.asarray(optax.safe_increment(state.count))
     return (
         count,
@@ -368,6 +384,8 @@ def make_solver(
     """Checks the options, also those that an `orthogonalizer` leaves unused."""
     check_flag("adaptive", adaptive)
     schedule = resolve_schedule(ns_coeffs, ns_steps, preconditioning)
+    if isinstance(ns_precision, jax.lax.Precision):
+        ns_precision = cast(PrecisionName, ns_precision.name.lower())
     iteration = NewtonSchulz(schedule, ns_method, None, ns_precision)
     if orthogonalizer is None:
         return Solver(iteration, adaptive)

@@ -1,5 +1,6 @@
 """Small wrappers around optax transformations that keep dtypes and layouts."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from jax.core import Tracer
 
 from muon_optax.dtypes import wide_dtype
 from muon_optax.momentum import moment_dtype, zeros_like_parameter
-from muon_optax.tree_paths import cast_like
+from muon_optax.tree_paths import align, cast_like
 
 __all__ = ["chain_in_order", "decayed_weights", "in_float32", "in_parameter_layout"]
 
@@ -87,7 +88,14 @@ def decayed_weights(
     weight_decay: optax.ScalarOrSchedule, mask: Any
 ) -> optax.GradientTransformation:
     """Optax's weight decay; nothing at all, and no need of parameters, for a number known as 0."""
+    if mask is not None and not callable(mask):
+        mask = functools.partial(_aligned, mask)
     if callable(weight_decay) or isinstance(weight_decay, Tracer) or float(weight_decay) != 0:
         return optax.add_decayed_weights(weight_decay, mask)
     nothing = optax.identity()
     return nothing if mask is None else optax.masked(nothing, mask)
+
+
+def _aligned(mask: Any, tree: Any) -> Any:
+    """A mask in the containers of `tree`, met by path."""
+    return jax.tree.structure(tree).unflatten(align(mask, tree, what="the weight decay mask"))

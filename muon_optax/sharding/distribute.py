@@ -17,7 +17,7 @@ from muon_optax.sharding.execute import Prepare, run_bucket
 from muon_optax.sharding.local import Solver
 from muon_optax.sharding.planner import STRATEGIES, Bucket, Leaf, plan_leaves
 from muon_optax.sharding.specs import Layout, as_declared, is_spec, read_layouts
-from muon_optax.tree_paths import leaves_with_segments, path_name
+from muon_optax.tree_paths import leaves_with_segments, path_name, raise_together
 
 __all__ = ["Distribution", "StrategyRules"]
 
@@ -53,12 +53,24 @@ class Distribution:
             as_declared(entry)
         device_model(self.device, "cpu")
 
+    def check_patterns(self, tree: Any) -> None:
+        """Raises for patterns of `strategy` that match no leaf, as a mistyped name does."""
+        paths = [path for path, _ in leaves_with_segments(tree)]
+        if isinstance(self.strategy, str) or not paths:
+            return
+        unused = [
+            repr(pattern)
+            for pattern, _ in self.strategy
+            if not any(has_run(path, pattern) for path in paths)
+        ]
+        raise_together(unused, "these patterns of strategy match no leaf of Muon's:")
+
     def leaves(
         self,
         tree: Any,
         views: Sequence[BoundView],
         dtypes: Sequence[Any],
-        homes: Sequence[Layout] | None = None,
+        homes: Sequence[Layout | None] | None = None,
     ) -> list[Leaf]:
         """What the planner takes; `homes` says where the results will lie, if elsewhere."""
         paths = [path for path, _ in leaves_with_segments(tree)]

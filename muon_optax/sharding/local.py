@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -67,8 +67,18 @@ class Solver:
         if self.newton_schulz is not None and x.shape[0] == 1:
             y = self.function(x[0])[None]  # a product without a batch dim is faster
         else:
-            y = self.function(x)
+            y = _checked(self.function(x), x)
         return _times(y, _inner(x, y)) if self.adaptive else y
+
+
+def _checked(y: Any, x: jax.Array) -> jax.Array:
+    """Refuses what a function of the user's may return by mistake, as matrices of another shape."""
+    if not isinstance(y, jax.Array) or y.shape != x.shape:
+        got = f"shape {y.shape}" if isinstance(y, jax.Array) else f"a {type(y).__name__}"
+        raise TypeError(f"orthogonalizer must return an array of shape {x.shape}, got {got}")
+    if jnp.iscomplexobj(y) and not jnp.iscomplexobj(x):
+        raise TypeError(f"orthogonalizer must return {x.dtype} for {x.dtype}, got {y.dtype}")
+    return y
 
 
 def _inner(x: jax.Array, y: jax.Array) -> jax.Array:

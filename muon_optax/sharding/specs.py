@@ -22,10 +22,12 @@ __all__ = [
     "Layout",
     "bare_spec",
     "declared_specs",
+    "homes_of",
     "mesh_of",
     "place",
     "read_layout",
     "read_layouts",
+    "typed_specs",
     "whole_shapes",
 ]
 
@@ -110,7 +112,7 @@ def declared_specs(where: Any, params: Any) -> list[Declared]:
       ValueError: if the trees don't match.
       TypeError: for entries of another type.
     """
-    if where is None:
+    if where is None or not jax.tree.leaves(params):
         return [None] * len(jax.tree.leaves(params))
     entries = align(where, params, what="shardings", is_leaf=is_spec)
     return [as_declared(x) for x in entries]
@@ -127,6 +129,8 @@ def as_declared(entry: Any) -> Declared:
     Raises:
       TypeError: for an entry of another type.
     """
+    if isinstance(entry, NamedSharding) and entry.memory_kind == "pinned_host":
+        raise ValueError(f"momentum and matrices must be in device memory, got {entry}")
     if entry is None or isinstance(entry, NamedSharding | PartitionSpec):
         return entry
     if isinstance(entry, Tracer):
@@ -238,18 +242,35 @@ def place(tree: Any, where: Any) -> Any:
 
     Args:
       tree: arrays.
-      where: as `declared` in `declared_specs`, or a list with a `Layout` for each leaf. A leaf of
+      where: as in `declared_specs`, or a list with a `Layout` or None for each leaf. A leaf of
         which nothing is said or known stays.
 
     Returns:
       The tree, moved.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    if isinstance(where, list) and all(isinstance(x, Layout) for x in where):
-        specs = [layout.written if layout.known else None for layout in where]
+    if isinstance(where, list) and all(x is None or isinstance(x, Layout) for x in where):
+        specs = [x.written if x is not None and x.known else None for x in where]
     else:
         specs = declared_specs(where, tree)
     return treedef.unflatten([_placed(x, spec) for x, spec in zip(leaves, specs, strict=True)])
+
+
+def typed_specs(tree: Any) -> Any:
+    """Where each leaf lies as its type says it, as `place` takes it; None where it doesn't."""
+
+    def spec(x: Any) -> PartitionSpec | None:
+        sharding = jax.typeof(x).sharding
+        return sharding.spec if AxisType.Explicit in sharding.mesh.axis_types else None
+
+    return jax.tree.map(spec, tree)
+
+
+def homes_of(tree: Any, declared: Any) -> list[Layout | None]:
+    """Where results go that lie elsewhere while they are computed: to where `tree` lies."""
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return [None] * len(jax.tree.leaves(tree))
+    return list(read_layouts(tree, declared))
 
 
 def _placed(x: jax.Array, declared: Declared) -> jax.Array:
@@ -352,7 +373,9 @@ def _check_whole(x: Any, mesh: Mesh | AbstractMesh, manual: Axes) -> None:
     advice = "declare with param_shardings how the parameters lie (P() for a whole matrix)"
     probe = jax.lax.axis_index(next(a for a in manual if mesh.shape[a] > 1))
     if not _varying(probe):
-        raise ValueError(f"inside a shard_map with check_vma=False a block looks whole; {advice}")
+        raise ValueError(
+            f"inside a pmap, or a shard_map with check_vma=False, a block looks whole; {advice}"
+        )
     varying = [a for a in manual if a in _varying(x)]
     if varying:
         raise ValueError(
