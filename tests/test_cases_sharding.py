@@ -1,0 +1,314 @@
+"""What people ran into with Muon on meshes, from public reports: small inputs, right outcomes."""
+
+import contextlib
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+import sharded
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from sharded import FAST, STACK, Leaf, make_mesh
+
+from benchmarks.compiled import read_program
+from muon_optax import MuonState, muon, scale_by_muon
+
+
+def kernel_update(kernel: np.ndarray, mesh, spec: P, **options: Any):
+    """The first update of one kernel on a mesh."""
+    where = {"kernel": NamedSharding(mesh, spec)}
+    tx = muon(0.1, FAST, param_shardings=where, **options)
+    placed = jax.device_put({"kernel": kernel}, where)
+    return sharded.jit(tx.update)(placed, sharded.jit(tx.init)(placed), placed)[0]["kernel"]
+
+
+def whole_update(kernel: np.ndarray, rate: float = 0.1) -> np.ndarray:
+    return reference.muon(kernel, [kernel], learning_rate=rate, rows=FAST)[0]
+
+
+# 18: DeepSpeed#8437, Megatron-LM#2583, KellerJordan/Muon#45, Moonlight#27.
+
+
+SIZE_ONE = pytest.mark.xfail(
+    strict=True, reason="specs that differ in axes of size 1 share a bucket, whose types differ"
+)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param((1, 1), marks=SIZE_ONE), pytest.param((8, 1), marks=SIZE_ONE), (2, 4), (4, 2)],
+)
+def test_18_the_update_does_not_depend_on_the_mesh(sizes):
+    kernel = reference.matrix(0, 256, 256)
+    specs = (P("x"), P(None, "x"), P("x", "y"), P(("x", "y")), P(None, ("y", "x")))
+    devices = jax.devices()[: sizes[0] * sizes[1]]
+    mesh = jax.make_mesh(sizes, ("x", "y"), devices=devices)
+    where = {f"kernel_{i}": NamedSharding(mesh, spec) for i, spec in enumerate(specs)}
+    placed = jax.device_put(dict.fromkeys(where, kernel), where)
+    tx = muon(0.1, FAST)
+    updates, _ = sharded.jit(tx.update)(placed, sharded.jit(tx.init)(placed), placed)
+    want = whole_update(kernel)
+    for name, sharding in where.items():
+        assert reference.relative_error(updates[name], want) <= 1e-5
+        sharded.assert_lies(updates[name], sharding)
+
+
+def test_18_blocks_orthogonalised_alone_would_be_far_off():
+    """The bar tells the bug from the right update."""
+    kernel = reference.matrix(0, 256, 256)
+    halves = [0.1 * reference.newton_schulz(h, FAST) for h in np.split(kernel, 2)]
+    assert reference.relative_error(-np.concatenate(halves), whole_update(kernel)) > 0.2
+
+
+# 19: dion#83, KellerJordan/Muon#28 and #29, marin#6493, torchtitan#4593, Paddle#79286.
+
+
+@pytest.mark.parametrize(("shape", "spec"), [((18, 4), P("f")), ((1, 8), P("f"))])
+def test_19_an_axis_that_does_not_divide_is_a_clear_error(shape, spec):
+    mesh = make_mesh({"f": 8}, "auto")  # on Explicit ones there can't be such an array
+    whole = NamedSharding(mesh, P())
+    tx = muon(0.1, param_shardings={"mlp": {"kernel": spec}})
+    params = {"mlp": {"kernel": jax.device_put(jnp.ones(shape), whole)}}
+    message = rf"mlp/kernel: dim 0 of shape \({shape[0]}, {shape[1]}\) must be a multiple of 8"
+    with pytest.raises(ValueError, match=message):
+        sharded.jit(tx.update).lower(params, tx.init(params), params)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((18, 4), P()),
+        ((1, 8), P(None, "f")),
+        ((1, 8), P()),
+        ((8, 1), P("f")),
+        ((18, 8), P(None, "f")),
+    ],
+)
+def test_19_other_sizes_work(shape, spec):
+    kernel = reference.matrix(0, *shape)
+    got = kernel_update(kernel, make_mesh({"f": 8}), spec)
+    assert reference.relative_error(got, whole_update(kernel)) <= 1e-5
+
+
+def test_19_nineteen_matrices_and_a_stack_of_three_of_two_dtypes():
+    mesh = make_mesh({"f": 2, "r": 4})
+    leaves = {f"layer_{i}": Leaf((4, 6), P("f")) for i in range(19)}
+    leaves["stack"] = Leaf((3, 4, 6), P(None, "f"), STACK)
+    grads = sharded.gradients(leaves)
+    halves = {f"layer_{i}" for i in range(0, 19, 2)}
+    grads = {k: x.astype("bfloat16" if k in halves else "float32") for k, x in grads.items()}
+    for strategy in ("auto", "gather", "all_to_all"):
+        tx = scale_by_muon(
+            FAST,
+            weight_dimension_numbers=sharded.views(leaves),
+            strategy=strategy,
+            device=sharded.SLOW,
+        )
+        placed = jax.device_put(grads, sharded.shardings(leaves, mesh))
+        updates, _ = sharded.jit(tx.update)(placed, tx.init(placed))
+        want = sharded.answers(leaves, grads)
+        for name, leaf in leaves.items():
+            bar = 4e-2 if name in halves else 1e-5
+            assert np.isfinite(np.asarray(updates[name], np.float32)).all()
+            assert sharded.worst_error(leaf, updates[name], want[name]) <= bar
+            assert updates[name].dtype == grads[name].dtype
+
+
+# 20: VeOmni#1011, dion#44.
+
+
+def test_20_hybrid_sharding_gathers_within_a_replica():
+    mesh = make_mesh({"replica": 2, "fsdp": 4})
+    kernel = reference.matrix(0, 16, 32)
+    spec = P("fsdp", None)
+    got = kernel_update(kernel, mesh, spec)
+    assert reference.relative_error(got, whole_update(kernel)) <= 1e-5
+    found = read_program(sharded.compile_update({"w": Leaf((16, 32), spec)}, mesh))
+    groups = {frozenset(g) for c in found.collectives for g in c.groups}
+    assert groups == {frozenset(range(4)), frozenset(range(4, 8))}
+
+
+# 21: optax#548, optax#1714, DeepSpeed#8438.
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+def test_21_the_state_is_born_like_its_parameter(kind):
+    mesh = make_mesh({"x": 2, "y": 4}, kind)
+    where = NamedSharding(mesh, P("x", "y"))
+    params = {"kernel": jax.device_put(jnp.ones((16, 32), jnp.bfloat16), where)}
+    tx = muon(0.1)
+    state: Any = jax.jit(tx.init)(params)
+    mu = state.inner_states["muon"].inner_state[0].mu["kernel"]
+    sharded.assert_lies(mu, where)
+    structs: Any = {"kernel": jax.ShapeDtypeStruct((16, 32), jnp.bfloat16)}
+    for abstract in (jax.eval_shape(tx.init, params), tx.init(structs)):
+        assert jax.tree.structure(abstract) == jax.tree.structure(state)
+        assert [x.dtype for x in jax.tree.leaves(abstract)] == [
+            x.dtype for x in jax.tree.leaves(state)
+        ]
+
+
+# 22: optax#1186, #1193, marin#5278.
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+@pytest.mark.parametrize("with_context", [False, True])
+def test_22_an_optimizer_made_in_one_trace_works_in_another(kind, with_context):
+    mesh = make_mesh({"f": 8}, kind)
+    where = {"kernel": NamedSharding(mesh, P("f")), "bias": NamedSharding(mesh, P("f"))}
+    params: Any = {"kernel": reference.matrix(0, 16, 32), "bias": np.ones(32, np.float32)}
+    params = jax.device_put(params, where)
+    made: list[Any] = []
+
+    def create(params):
+        made.append(muon(0.1, FAST, param_shardings=where))
+        return made[0].init(params)
+
+    with jax.set_mesh(mesh) if with_context else contextlib.nullcontext():
+        state = sharded.jit(create)(params)
+        updates, _ = sharded.jit(made[0].update)(params, state, params)
+    want = whole_update(np.asarray(params["kernel"]))
+    assert reference.relative_error(updates["kernel"], want) <= 1e-5
+
+
+# 23: vllm-project/speculators#821, pytorch#150490.
+
+
+@pytest.mark.parametrize(
+    ("shape", "want"),
+    [
+        ((1, 4), [-0.2543, -0.5086, -0.7629, -1.0172]),
+        ((4, 1), [-0.12715, -0.2543, -0.38145, -0.5086]),
+        ((1, 1), [-0.6964]),
+    ],
+)
+def test_23_matrices_of_one_row_or_column(shape, want):
+    grad = np.arange(1, 1 + np.prod(shape), dtype=np.float32).reshape(shape)
+    tx: Any = muon(1.0)
+    params = {"kernel": grad}
+    updates = tx.update(params, tx.init(params), params)[0]["kernel"]
+    np.testing.assert_allclose(np.ravel(updates), want, atol=6e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((1, 8), P(None, "f")),
+        ((8, 1), P("f")),
+        ((3, 8), P(None, "f")),
+        ((18, 4), P("f")),
+        ((4, 8), P(None, "f")),
+        ((4, 8), P("f")),
+    ],
+)
+def test_23_thin_matrices_on_two_devices(shape, spec):
+    kernel = reference.matrix(0, *shape)
+    mesh = jax.make_mesh((2,), ("f",), devices=jax.devices()[:2])
+    got = kernel_update(kernel, mesh, spec)
+    assert reference.relative_error(got, whole_update(kernel)) <= 1e-6
+
+
+# 36: goodfire-ai/spd#978, Megatron-LM#6683, marin#6493.
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+@pytest.mark.parametrize(
+    ("leaf", "most"),
+    [
+        (Leaf((64, 64), P(("x", "y"))), 2),
+        (Leaf((64, 64), P("x", "y")), 2),
+        (Leaf((8, 64, 64), P(("x", "y")), STACK), 0),
+    ],
+)
+def test_36_one_exchange_in_and_one_out(leaf, most, kind):
+    mesh = make_mesh({"x": 2, "y": 4}, kind)
+    found = read_program(sharded.compile_update({"w": leaf}, mesh))
+    assert sum(found.counts.values()) <= most
+    assert found.exchanges_between_products == 0
+
+
+# 37: drjit#494, modded-nanogpt#146, haiku#639.
+
+
+def products(shapes: dict[str, tuple[int, ...]], view: Any) -> int:
+    """Matrix products in the text of an update on one device."""
+    tx = scale_by_muon(weight_dimension_numbers=view)
+    params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+    lowered = sharded.jit(tx.update).lower(params, jax.eval_shape(tx.init, params))
+    return len(re.findall(r" dot\(", lowered.compile().as_text() or ""))
+
+
+def test_37_more_leaves_of_one_shape_are_not_more_products():
+    alone = products({"w": (32, 32)}, sharded.MATRIX)
+    assert alone > 0
+    assert products({f"w{i}": (32, 32) for i in range(8)}, sharded.MATRIX) == alone
+    assert products({f"w{i}": (32, 32) for i in range(64)}, sharded.MATRIX) == alone
+    assert products({"w": (64, 32, 32)}, STACK) == alone
+    six = {f"w{i}": (32, 32 - i % 6) for i in range(64)}
+    assert products(six, sharded.MATRIX) == 6 * alone
+
+
+@pytest.mark.parametrize("spec", [P(), P("f")])
+def test_37_grouped_results_equal_ungrouped_ones(spec):
+    mesh = make_mesh({"f": 8})
+    leaves = {f"w{i}": Leaf((32, 32 + 8 * (i % 3)), spec) for i in range(12)}
+    grads, where = sharded.gradients(leaves), sharded.shardings(leaves, mesh)
+    tx = scale_by_muon(FAST, device=sharded.SLOW)
+    placed = jax.device_put(grads, where)
+    together, _ = sharded.jit(tx.update)(placed, tx.init(placed))
+    for name, x in grads.items():
+        alone, _ = sharded.jit(tx.update)(x, tx.init(x))
+        assert reference.relative_error(together[name], alone) <= 1e-6
+
+
+# 38: Megatron-LM#5034, LlamaFactory#8041, Moonlight#41, marin#3766.
+
+
+@pytest.mark.parametrize(("mu_dtype", "matrix", "embedding"), [(None, 4, 8), ("bfloat16", 2, 6)])
+def test_38_bytes_of_the_state(mu_dtype, matrix, embedding):
+    params = {"w": jnp.ones((1024, 1024)), "emb": jnp.ones((4096, 64))}
+    state: Any = jax.eval_shape(muon(0.1, mu_dtype=mu_dtype).init, params)
+    sizes = {
+        label: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(inner) if x.ndim)
+        for label, inner in state.inner_states.items()
+    }
+    assert sizes == {"muon": matrix * 1024 * 1024, "adam": embedding * 4096 * 64}
+
+
+@pytest.mark.parametrize("spec", [P("f"), P(None, "f"), P(None, None, "f")])
+def test_38_the_workspace_of_a_large_stack_is_bounded(spec):
+    leaf = Leaf((128, 512, 512), spec, STACK)
+    matrix = 512 * 512 * 4
+    mesh, limit = make_mesh({"f": 8}), 24 * matrix
+    compiled = sharded.compile_update({"w": leaf}, mesh, max_workspace_bytes=limit)
+    slices = 128 // 8 * matrix
+    # A device's slices of what goes in and what comes out, and the workspace.
+    assert compiled.memory_analysis().temp_size_in_bytes <= 2 * slices + limit
+
+
+def test_38_momentum_in_host_memory():
+    mesh = make_mesh({"f": 8})
+    kernel = reference.matrix(0, 16, 32)
+    x = jax.device_put(kernel, NamedSharding(mesh, P("f")))
+    tx = scale_by_muon(FAST)
+    state: Any = sharded.jit(tx.init)(x)
+    host = NamedSharding(mesh, P("f"), memory_kind="pinned_host")
+    state = state._replace(mu=jax.device_put(state.mu, host))
+    with pytest.raises(ValueError, match="memory_space"):
+        sharded.jit(tx.update)(x, state)
+
+    def offloaded(x, state: Any):
+        mu = jax.device_put(state.mu, jax.memory.Space.Device)
+        update, new = tx.update(x, state._replace(mu=mu))
+        host = jax.device_put(optax.tree.get(new, "mu"), jax.memory.Space.Host)
+        return update, MuonState(optax.tree.get(new, "count"), host)
+
+    update, state = sharded.jit(offloaded)(x, state)
+    want = reference.newton_schulz(kernel, FAST)
+    assert reference.relative_error(update, want) <= 1e-5
+    assert state.mu.sharding.memory_kind == "pinned_host"
