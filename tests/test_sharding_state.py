@@ -222,7 +222,6 @@ def test_the_whole_optimizer_with_momentum_that_lies_elsewhere():
     sharded.assert_lies(dict(moments(state.inner_states["muon"]))["kernel"], there["kernel"])
 
 
-@pytest.mark.xfail(strict=True, reason="mu_shardings don't match optax's placeholder of no leaves")
 def test_state_shardings_of_momentum_that_lies_elsewhere():
     tx, params, _, there = zero_1()
     found = state_shardings(tx, params, mu_shardings=there)
