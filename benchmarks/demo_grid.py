@@ -25,6 +25,7 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from gpt.config import Config
 from gpt.corpus import Corpus, load_corpus
 from gpt.curves import Curve, compare
+from gpt.layout import make_mesh
 from train_gpt import make_optimizer, train
 
 RATES = {
@@ -67,9 +68,10 @@ def run_all(config: Config, corpus: Corpus) -> Iterator[Run]:
 
 
 def run(name: str, config: Config, corpus: Corpus) -> Run:
-    """Trains once."""
-    tx = make_optimizer(name, config)
-    return Run(name, config, train(tx, config, corpus, on_step=lambda *_: None))
+    """Trains once, on one device."""
+    mesh = make_mesh({"fsdp": 1})
+    tx = make_optimizer(name, config, mesh)
+    return Run(name, config, train(tx, config, corpus, mesh, on_step=lambda *_: None))
 
 
 def grid_runs(runs: Sequence[Run], name: str) -> list[Run]:

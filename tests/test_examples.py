@@ -54,8 +54,8 @@ def test_demo_trains_with_one_optimizer_on_another_text(tmp_path: Path):
     text.mkdir()
     for i in range(10):
         (text / f"{i}.txt").write_text("abcdefgh" * 20)
-    options = {"optimizer": "muon", "schedule": "polar_express", "data": text, "output": output}
-    process = run_example("train_gpt.py", **TINY, **options)
+    options = {"optimizer": "muon", "schedule": "polar_express", "mesh": "fsdp=1", "data": text}
+    process = run_example("train_gpt.py", **TINY, **options, output=output)
     assert process.returncode == 0, process.stderr
     runs = json.loads((output / "curves.json").read_text())["runs"]
     assert runs.keys() == {"muon"}
@@ -68,6 +68,8 @@ def test_demo_trains_with_one_optimizer_on_another_text(tmp_path: Path):
         ("steps", 0, "--steps: must be at least 1, got 0"),
         ("width", 33, "width must be a multiple of 32, got 33"),
         ("schedule", "nonsense", "'nonsense'"),
+        ("mesh", "fsdp=3", "the batch must divide over 3 devices (see --mesh), got 16"),
+        ("mesh", "rows=8", "must be like data=2,fsdp=4"),
         ("data", "no-such-folder", "at least 10 files"),
     ],
 )

@@ -71,10 +71,17 @@ def parse_options(description: str | None) -> Options:
     names = [field.name for field in dataclasses.fields(Config)]
     try:
         config = Config(**{name: getattr(args, name) for name in names})
+        _check_batch(config.batch, args.mesh)
     except ValueError as error:
         parser.error(str(error))
     optimizers = ("muon", "adamw") if args.optimizer == "both" else (args.optimizer,)
     return Options(config, optimizers, args.mesh, args.data, args.output)
+
+
+def _check_batch(batch: int, mesh: dict[str, int]) -> None:
+    parts = math.prod(size for axis, size in mesh.items() if axis != "tp")
+    if batch % parts:
+        raise ValueError(f"the batch must divide over {parts} devices (see --mesh), got {batch}")
 
 
 def _make_parser(description: str | None) -> argparse.ArgumentParser:
