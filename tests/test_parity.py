@@ -1,6 +1,7 @@
 """Runs of torch's FSDP2 against muon_optax, and what happens when torch's side goes wrong."""
 
 import dataclasses
+import importlib
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from reference import relative_error
 
 from muon_optax import recipes
 from muon_optax.interop.parity import launch
@@ -66,6 +68,22 @@ def test_four_ranks(tmp_path):
     chosen += cases("replica=2,fsdp=2", "float32", "float64")
     chosen += cases("fsdp=2,tp=2", "float32", "float64")
     run_and_check(tmp_path, chosen)
+    for i in (0, 5):
+        check_gradients(np.load(tmp_path / f"{i}.npz"))
+
+
+def check_gradients(record: Any) -> None:
+    """The last gradients of a sharded run are those of the whole model in one process."""
+    torch = pytest.importorskip("torch", reason="torch isn't installed")
+    module = importlib.import_module("muon_optax.interop.parity.module")
+    model = module.Model()
+    params = {name: torch.from_numpy(record[f"param/9/{name}"]) for name in model.state_dict()}
+    model.load_state_dict(params)
+    loss = module.loss_of(model, module.batch(0, 10))
+    loss.backward()
+    np.testing.assert_allclose(loss.item(), record["loss/10"], rtol=1e-6)
+    for name, p in model.named_parameters():
+        assert relative_error(record[f"grad/10/{name}"], p.grad.numpy()) < 1e-5
 
 
 def rank_script(*lines: str) -> list[str]:

@@ -98,8 +98,8 @@ def run(case: Case) -> dict[str, np.ndarray]:
     rows = _own_rows(case, mesh)
     for step in range(1, case.steps + 1):
         tokens = batch(case.seed, step)
+        model.zero_grad()  # after the forward pass it would miss the sharded gradients
         loss = loss_of(model, tokens[rows])
-        model.zero_grad()
         loss.backward()
         record |= {f"grad/{step}/{name}": _whole(p.grad) for name, p in steppers.named.items()}
         record[f"loss/{step}"] = _mean(loss)
