@@ -1,11 +1,17 @@
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from muon_optax.polar import NewtonSchulz, ScheduleName, newton_schulz, resolve_schedule
+from muon_optax.polar import (
+    NewtonSchulz,
+    Preconditioning,
+    ScheduleName,
+    newton_schulz,
+    resolve_schedule,
+)
 from tests.oracle import gaussian, relative_error
 
 JORDAN = resolve_schedule("jordan")
@@ -86,3 +92,12 @@ def test_flops():
     assert NewtonSchulz(JORDAN, "standard").flops(m, n) == 5 * (4 * m * m * n + 2 * m**3)
     assert NewtonSchulz(JORDAN, "gram").flops(n, m) == 8 * m * m * n + 28 * m**3
     assert NewtonSchulz(JORDAN).flops(m, n) == 8 * m * m * n + 28 * m**3
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "complex64"])
+def test_it_needs_no_implicit_promotion(dtype, method):
+    with jax.numpy_dtype_promotion("strict"):
+        for kind in get_args(Preconditioning):
+            schedule = resolve_schedule("modded_nanogpt", None, kind)
+            jax.eval_shape(NewtonSchulz(schedule, method), jax.ShapeDtypeStruct((4, 6), dtype))

@@ -2,17 +2,16 @@
 
 from muon_optax.polar.coefficients import (
     SCHEDULES,
-    Coefficients,
     Preconditioning,
     Row,
     Schedule,
     ScheduleName,
     gram_restarts,
-    resolve_schedule,
 )
 from muon_optax.polar.iterate import Exchange
 from muon_optax.polar.orthogonalizer import Method, NewtonSchulz, PrecisionName, newton_schulz
 from muon_optax.polar.remez import polar_schedule
+from muon_optax.polar.resolve import Coefficients, resolve_schedule
 
 __all__ = [
     "SCHEDULES",

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from muon_optax.dtypes import wide_dtype
 from muon_optax.polar.coefficients import Row, Schedule
-from muon_optax.polar.normalize import Map, identity, precondition
+from muon_optax.polar.normalize import Map, identity, precondition, scaled
 from muon_optax.polar.symmetric import commuting_product, gram_matrix, product
 
 
@@ -139,4 +139,4 @@ def _apply(factor: jax.Array, x: jax.Array, axis: int, precision: str | None) ->
 
 def _scaled(x: jax.Array, scale: jax.Array, axis: int) -> jax.Array:
     scale = scale if axis == -1 else scale.mT
-    return (x.astype(wide_dtype(x.dtype, scale.dtype)) * scale).astype(x.dtype)
+    return scaled(x.astype(wide_dtype(x.dtype)), scale).astype(x.dtype)

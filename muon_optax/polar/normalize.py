@@ -36,7 +36,12 @@ def near_one(x: jax.Array, maximum: Map = identity) -> jax.Array:
     """
     size = maximum(jnp.max(jnp.abs(x), (-2, -1), keepdims=True))
     # The result of the iteration does not depend on this factor, so neither does its derivative.
-    return x * lax.stop_gradient(_inverse_power_of_two(size))
+    return scaled(x, lax.stop_gradient(_inverse_power_of_two(size)))
+
+
+def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """`x` times a real factor; written out for complex `x` under strict dtype promotion."""
+    return x * factor.astype(x.dtype)
 
 
 def precondition(
@@ -70,26 +75,26 @@ def precondition(
     [0.25 0.75] [[0.5]]
     """
     trace = _nonzero(jnp.trace(gram, axis1=-2, axis2=-1).real[..., None, None])
-    gram, scale = gram / trace, 1 / jnp.sqrt(trace)
+    gram, scale = scaled(gram, 1 / trace), 1 / jnp.sqrt(trace)
     if schedule.preconditioning == "aol":
         rows = schedule.norm_factor * jnp.sqrt(_nonzero(jnp.abs(gram).sum(-1, keepdims=True)))
-        gram = gram / (rows * rows.mT)
+        gram = scaled(gram, 1 / (rows * rows.mT))
         return gram, square(gram), scale / rows
     gram2 = square(gram)
     norm2 = _squared_norm(gram, gram2, schedule.preconditioning) * schedule.norm_factor**2
-    return gram / norm2, gram2 / norm2**2, scale / norm2**0.5
+    return scaled(gram, 1 / norm2), scaled(gram2, 1 / norm2**2), scale / jnp.sqrt(norm2)
 
 
-def _squared_norm(gram: jax.Array, gram2: jax.Array, kind: Preconditioning) -> jax.Array | float:
+def _squared_norm(gram: jax.Array, gram2: jax.Array, kind: Preconditioning) -> jax.Array:
     """The square of X's norm, for XXᴴ of trace 1 and its square."""
     match kind:
         case "schatten":
-            return _nonzero(_frobenius(gram))
+            return _frobenius(gram)
         case "schatten8":
-            return _nonzero(jnp.sqrt(_frobenius(gram2)))
+            return jnp.sqrt(_frobenius(gram2))
         case "spectral":
             return _nonzero(jnp.linalg.eigvalsh(gram)[..., -1:, None])
-    return 1.0
+    return jnp.ones((), gram.real.dtype)
 
 
 def _frobenius(x: jax.Array) -> jax.Array:

@@ -13,9 +13,10 @@ from jax.typing import DTypeLike
 
 from muon_optax.dtypes import wide_dtype
 from muon_optax.polar import iterate
-from muon_optax.polar.coefficients import Coefficients, Preconditioning, Schedule, resolve_schedule
+from muon_optax.polar.coefficients import Preconditioning, Schedule
 from muon_optax.polar.normalize import Map, identity, near_one
-from muon_optax.polar.symmetric import accumulator, hermitian_flops
+from muon_optax.polar.resolve import Coefficients, resolve_schedule
+from muon_optax.polar.symmetric import hermitian_flops
 
 Method = Literal["auto", "standard", "gram"]
 PrecisionName = Literal["default", "high", "highest", "bfloat16", "tensorfloat32", "float32"]
@@ -179,7 +180,7 @@ def _orthogonalize(config: NewtonSchulz, x: jax.Array) -> jax.Array:
 def _normalized(x: jax.Array, dtype: Any, maximum: Map = identity) -> jax.Array:
     """`x` in the dtype of the products, its largest entry near 1."""
     compute = _compute_dtype(x.dtype, dtype)
-    wide = wide_dtype(x.dtype, accumulator(compute))
+    wide = wide_dtype(x.dtype, compute)
     return near_one(x.astype(wide), maximum).astype(compute)
 
 

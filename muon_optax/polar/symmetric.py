@@ -8,18 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from muon_optax.dtypes import wide_dtype
+
 # Measured on two cores of an EPYC 9004: halving takes 0.75–0.85 of the plain product's time at 512
 # to 2048 rows with blocks of 192–256, and gains nothing with smaller ones.
 _LARGEST_LEAF = 256
-
-
-def accumulator(dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype that a product of `dtype` matrices is summed up and returned in.
-
-    >>> accumulator(jnp.dtype("bfloat16")), accumulator(jnp.dtype("complex64"))
-    (dtype('float32'), dtype('complex64'))
-    """
-    return jnp.dtype("float32") if dtype.itemsize < 4 else dtype
 
 
 def product(
@@ -45,7 +38,7 @@ def product(
         y,
         (((x.ndim + axes[0],), (y.ndim + axes[1],)), (batch, batch)),
         precision=precision,
-        preferred_element_type=accumulator(x.dtype),
+        preferred_element_type=wide_dtype(x.dtype),
     )
 
 
