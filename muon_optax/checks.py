@@ -106,5 +106,5 @@ def check_float_dtype(name: str, dtype: Any) -> None:
         known = jnp.dtype(bool)
     if not jnp.issubdtype(known, jnp.floating) or known.itemsize < 2:
         raise TypeError(
-            f"{name} must be a real floating-point dtype of 16 bits or more, or None, got {dtype!r}"
+            f"{name} must be a floating-point dtype or None, got {dtype!r} (real, 16 bits or more)"
         )

@@ -34,14 +34,9 @@ def whole_update(kernel: np.ndarray, rate: float = 0.1) -> np.ndarray:
 # 18: DeepSpeed#8437, Megatron-LM#2583, KellerJordan/Muon#45, Moonlight#27.
 
 
-SIZE_ONE = pytest.mark.xfail(
-    strict=True, reason="specs that differ in axes of size 1 share a bucket, whose types differ"
-)
-
-
 @pytest.mark.parametrize(
     "sizes",
-    [pytest.param((1, 1), marks=SIZE_ONE), pytest.param((8, 1), marks=SIZE_ONE), (2, 4), (4, 2)],
+    [(1, 1), (8, 1), (2, 4), (4, 2)],
 )
 def test_18_the_update_does_not_depend_on_the_mesh(sizes):
     kernel = reference.matrix(0, 256, 256)

@@ -1,5 +1,7 @@
 """Arrays, parameters and optimizer states to torch and back, bit for bit."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -453,3 +455,13 @@ def test_a_state_without_optax_muon_is_refused():
         from_optax(optax.adam(0.1).init(PARAMS), PARAMS)
     with pytest.raises(ValueError, match="neither that nor Adam's"):
         from_optax(optax.sgd(0.1).init(PARAMS), PARAMS)
+
+
+def test_the_page_about_torch_runs():
+    page = (Path(__file__).parent.parent / "docs" / "torch.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(code, found)
+    before = [optimizer.state_dict() for optimizer in found["optimizers"]]
+    assert same_bits(found["dumps"], before)
+    assert int(found["state"].inner_states["muon"].inner_state[0].count) == 3

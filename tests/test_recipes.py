@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from reference import JORDAN, Rows, relative_error
 from running import run
 
@@ -511,3 +512,32 @@ def test_emerging_optimizers_itself(given, options):
     largest, bias = differences(run(tx, params, grads, jit=True)[0], want)
     assert largest < (1e-5 if "fp32_matmul_prec" in given else 4e-2)
     assert abs(bias) < 1e-2
+
+
+def test_thin_kernels_have_known_updates():
+    """One singular value: jordan takes 1 to 0.696436, and the scale goes by role."""
+    tx = recipes.torch_muon(1.0, weight_decay=0.0, ns_dtype=None, partition=())
+    g = jnp.arange(1.0, 5.0)
+    grads = {"row": g[None], "column": g[:, None], "one": jnp.ones((1, 1))}
+    (got,), _, _ = run(tx, grads, [grads], jit=True)
+    row = -np.array([0.2543, 0.5086, 0.7629, 1.0172])
+    np.testing.assert_allclose(got["row"][0], row, atol=1e-4)
+    np.testing.assert_allclose(got["column"][:, 0], row / 2, atol=1e-4)
+    np.testing.assert_allclose(got["one"], -0.696436, atol=1e-5)
+
+
+def test_partition_dim_is_the_parameters_sharding():
+    """TransformerEngine's partition_dim 0, 1 and none on [in, out] kernels: one update for all."""
+    mesh = jax.make_mesh((4,), ("tp",))
+    specs = {
+        "dim0": PartitionSpec(None, "tp"),
+        "dim1": PartitionSpec("tp"),
+        "none": PartitionSpec(),
+    }
+    grad = jnp.asarray(np.random.default_rng(2).normal(size=(8, 12)), jnp.float32)
+    params = {n: jax.device_put(grad, NamedSharding(mesh, spec)) for n, spec in specs.items()}
+    (got,), _, _ = run(recipes.transformer_engine(0.1), params, [params], jit=True)
+    (want,), _, _ = run(recipes.transformer_engine(0.1), grad, [grad], jit=True)
+    for name, spec in specs.items():
+        assert got[name].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+        assert relative_error(got[name], want) < 1e-5

@@ -102,13 +102,7 @@ def test_the_plan_of_a_llama_shares_the_work_evenly(name, device):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(
-            name,
-            marks=[pytest.mark.xfail(strict=True, reason="measured 1.33")] * (name == "ddp"),
-        )
-        for name in LAYOUTS
-    ],
+    LAYOUTS,
 )
 def test_the_plan_of_a_gpt2_shares_the_work_evenly_where_products_are_slow(name):
     shapes = gpt2()

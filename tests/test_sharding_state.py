@@ -128,10 +128,7 @@ def test_state_shardings_of_shapes_alone(kind):
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(
-            "explicit",
-            marks=pytest.mark.xfail(strict=True, reason="the shapes' abstract mesh is taken"),
-        ),
+        "explicit",
         "auto",
     ],
 )

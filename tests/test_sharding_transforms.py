@@ -104,14 +104,9 @@ def members(kind: str, spec: P, strategy: str, axis: str | None = None):
     return sharded.worst_error(leaf, updates, want), updates, where
 
 
-HIDES_TOO_MUCH = pytest.mark.xfail(
-    strict=True, reason="all axes of a batched array are taken for hidden, not the member axis's"
-)
-
-
 @pytest.mark.parametrize("strategy", ["auto", "gather", "all_to_all"])
 @pytest.mark.parametrize("spec", [P("m", "f"), P(None, "f"), P("m", None, "f")])
-@pytest.mark.parametrize("kind", [pytest.param("explicit", marks=HIDES_TOO_MUCH), "auto"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_members_under_vmap(kind, spec, strategy):
     error, updates, where = members(kind, spec, strategy)
     assert error <= 1e-5
@@ -145,7 +140,7 @@ def test_members_keep_their_axis_where_it_is_named(strategy):
     sharded.assert_lies(updates, where)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("explicit", marks=HIDES_TOO_MUCH), "auto"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_whole_optimizer_of_members(kind):
     mesh = make_mesh({"m": 2, "f": 4}, kind)
     w = Leaf((4, 16, 32), P("m", "f"), STACK)
@@ -175,12 +170,7 @@ def test_the_whole_optimizer_of_members(kind):
     [
         "gather",
         "all_to_all",
-        pytest.param(
-            "gram",
-            marks=pytest.mark.xfail(
-                strict=True, reason="pmax, which has no derivative, is differentiated"
-            ),
-        ),
+        "gram",
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)

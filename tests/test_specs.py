@@ -221,7 +221,6 @@ def test_shapes_outside_a_shard_map_are_left_as_they_are():
     assert whole_shapes(tree, None) is tree
 
 
-@pytest.mark.xfail(strict=True, reason="all axes of a batched array are taken for hidden")
 def test_vmap_hides_the_axis_of_its_members_alone():
     found = []
     x = array(P("x", None, "y"))

@@ -49,11 +49,12 @@ def run_bucket(
         stacks = [
             leaf.view.stack(mix.astype(leaf.dtype)) for leaf, mix in zip(leaves, mixes, strict=True)
         ]
-        done = [
-            _run_chunk(_take(stacks, start, count), share, bucket.leaf, solver)
-            for share in bucket.shares
-            for start, count in share.chunks
-        ]
+        done: list[jax.Array] = []
+        for share, start, count in bucket.chunks:
+            x = _take(stacks, start, count)
+            if len(done) > 1:  # one chunk is exchanged under another's products, but no more
+                x, done[-2] = jax.lax.optimization_barrier((x, done[-2]))
+            done.append(_run_chunk(x, share, bucket.leaf, solver))
         starts = [sum(x.shape[0] for x in stacks[:i]) for i in range(len(stacks))]
         return [
             leaf.view.unstack(_take(done, start, stack.shape[0]), (leaf.home or leaf.layout).block)
@@ -77,9 +78,11 @@ def run_bucket(
 
 def _axes_to_map(bucket: Bucket) -> set[str]:
     """Mesh axes to make Manual: all that are known and not Manual yet, if any is needed."""
-    leaf, layout = bucket.leaf, bucket.leaf.layout
+    layout = bucket.leaf.layout
     shared = {a for share in bucket.shares for a in share.axes}
-    if not ({*leaf.batch_axes, *leaf.shard_axes} | shared) - set(layout.manual):
+    # Axes of size 1 count: products of blocks typed with them would be refused.
+    typed = {a for axes in layout.type_key for a in axes}
+    if not (typed | shared) - set(layout.manual):
         return set()
     return set(layout.known) - set(layout.manual)
 
@@ -221,7 +224,7 @@ def _solve_slices(x: jax.Array, group: _Group, solver: Solver) -> jax.Array:
     block = dataclasses.replace(view, shape=group.leaf.layout.block)
     block = dataclasses.replace(block, block_sizes=(block.fan_out,))
     exchange = Exchange(
-        maximum=lambda v: jax.lax.pmax(v, axes),
+        maximum=lambda v: jax.lax.pmax(jax.lax.stop_gradient(v), axes),
         reduce=lambda r: jax.lax.psum_scatter(r, axes, tiled=True),
         spread=lambda q: jax.lax.all_gather(q, axes, tiled=True),
     )

@@ -64,10 +64,11 @@ class Leaf:
     @property
     def key(self) -> tuple:
         """What the leaves of one bucket share: all but the sizes of batch axes."""
-        layout = self.layout
-        spec = tuple(layout.spec[a] for a in self.view.stack_axes) if layout.mesh else ()
-        place = (layout.mesh, spec, self.batch_axes, layout.free, layout.manual, layout.is_known)
-        return (self.view.matrix_key, *place, self.dtype, self.strategy, self.home is None)
+        layout, view = self.layout, self.view
+        types = tuple(layout.type_key[a] for a in view.stack_axes)
+        batch = frozenset(axis for a in view.batch_axes for axis in layout.type_key[a])
+        place = (layout.mesh, types, batch, layout.free, layout.manual, layout.is_known)
+        return (view.matrix_key, *place, self.dtype, self.strategy, self.home is None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +116,13 @@ class Bucket:
     members: tuple[int, ...]
     leaf: Leaf
     shares: tuple[Share, ...]
+
+    @property
+    def chunks(self) -> Iterator[tuple[Share, int, int]]:
+        """(share, start, count) of each exchange."""
+        for share in self.shares:
+            for start, count in share.chunks:
+                yield share, start, count
 
 
 @functools.lru_cache(maxsize=256)
@@ -240,17 +248,20 @@ class _Chooser:
         possible = self._possible(work)
         if self.leaf.strategy != "auto":
             return [s for s in possible if s == self.leaf.strategy]
-        whole = work.owners == 1
-        return [s for s in possible if (s == "local") == whole and self._is_like_local(s)]
+        if work.owners == 1:
+            return ["local"]
+        return [s for s in possible if self._is_sensible(s, work)]
 
     def _possible(self, work: Work) -> list[Strategy]:
         found = _possible(self.leaf, work, self.solver)
         return [s for s in found if s != "local" or not work.share_axes]
 
-    def _is_like_local(self, strategy: Strategy) -> bool:
-        """Whether the numbers are those of one device: there the Gram method may not be chosen."""
+    def _is_sensible(self, strategy: Strategy, work: Work) -> bool:
+        """Whether 'auto' may take it: as good as others, with the numbers of one device."""
+        if strategy == "gather":
+            return work.shards > 1  # else it's all_to_all, without its balance over devices
         if strategy != "gram" or self.solver is None:
-            return True
+            return strategy != "local"
         view = self.leaf.view
         return self.solver.chosen_method(view.fan_in, view.fan_out, self.leaf.dtype) == "gram"
 
@@ -263,7 +274,7 @@ class _Chooser:
             return [full]
         rests: list[Strategy] = ["all_to_all"]
         if self.leaf.strategy == "auto":
-            rests = [s for s in self._possible(work) if s != "local" and self._is_like_local(s)]
+            rests = [s for s in self._possible(work) if self._is_sensible(s, work)]
         return [[*full, self._share(s, rounds, count - rounds, work)] for s in rests]
 
     def _share(self, strategy: Strategy, start: int, count: int, work: Work) -> Share:

@@ -91,6 +91,12 @@ class Layout:
         return array
 
     @property
+    def type_key(self) -> tuple[Axes, ...]:
+        """What arrays must share for JAX to stack them: axes of size 1 are in an array's type."""
+        dims = [_as_axes(entry) for entry in self.written or ()]
+        return (*dims, *[()] * (len(self.shape) - len(dims)))
+
+    @property
     def partition_spec(self) -> PartitionSpec:
         """The spec as JAX writes it, without the axes that are Manual already."""
         dims = [tuple(a for a in _as_axes(e) if a not in self.manual) for e in self.written or ()]
@@ -183,14 +189,15 @@ def read_layout(x: Any, declared: Declared = None) -> Layout:
         array that may be a block of an unknown matrix.
     """
     mesh = mesh_of(x, declared)
-    if mesh is None or math.prod(mesh.shape.values()) == 1:
+    is_typed = isinstance(x, jax.Array) and bool(_typed_axes(x))
+    if mesh is None or (math.prod(mesh.shape.values()) == 1 and not is_typed):
         return Layout(tuple(x.shape))
     manual = tuple(mesh.manual_axes) if isinstance(mesh, AbstractMesh) else ()
     if any(mesh.shape[a] > 1 for a in manual) and declared is None:
         _check_whole(x, mesh, manual)
     hidden = _hidden_axes(x)
-    if all(a in hidden for a in mesh.axis_names if mesh.shape[a] > 1):
-        return Layout(tuple(x.shape))
+    if hidden and all(a in hidden for a in mesh.axis_names if mesh.shape[a] > 1):
+        return Layout(tuple(x.shape), written=_spec_of(x, declared))
     known = tuple(a for a in _known_axes(mesh, x, declared) if a not in hidden)
     written = _spec_of(x, declared)
     spec = _normalised(written, len(x.shape), mesh)
@@ -332,13 +339,16 @@ def _hidden_axes(x: Any) -> set[str]:
     hidden: set[str] = set()
     while True:
         if hasattr(x, "batch_dim"):
+            hidden |= _typed_axes(x.val) - _typed_axes(x)
             x = x.val
-            spec = jax.typeof(x).sharding.spec
-            hidden |= {a for entry in tuple(spec) for a in _as_axes(entry)}
         elif hasattr(x, "primal"):
             x = x.primal
         else:
             return hidden
+
+
+def _typed_axes(x: Any) -> set[str]:
+    return {a for entry in tuple(jax.typeof(x).sharding.spec) for a in _as_axes(entry)}
 
 
 def _as_axes(entry: Any) -> Axes:

@@ -80,7 +80,8 @@ def _named_shardings(params: Any, declared: Any) -> Any:
     rows = zip(leaves_with_segments(params), specs, strict=True)
     found, problems = [], []
     for (path, leaf), spec in rows:
-        mesh = mesh_of(leaf, spec)
+        # Shape structs from `eval_shape` name an abstract mesh; the declared one has devices.
+        mesh = spec.mesh if isinstance(spec, NamedSharding) else mesh_of(leaf, spec)
         if spec is None or mesh is None:
             problems.append(f"{path_name(path)}: give a NamedSharding; got {spec}")
         else:
