@@ -32,7 +32,7 @@ LABELS = {"reference": "float32 reference", "torch": "torch.optim.Muon (bfloat16
 
 def logits_of(params: Any, tokens: jax.Array) -> jax.Array:
     """The parity model: (batch, length) to (batch, length, vocabulary)."""
-    x = params["embed"]["embedding"][tokens]
+    x = params["embed_tokens"]["embedding"][tokens]
     x = x + jnp.cumsum(x, 1) / jnp.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
     centred = x - x.mean(-1, keepdims=True)
     normed = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-5)
@@ -84,7 +84,7 @@ def jax_losses(case: Case, muon: set[str], first: dict[str, Any]) -> list[float]
 
 def like_of(tensors: dict[str, Any], mesh: jax.sharding.Mesh) -> Any:
     """Shapes and shardings of the Flax tree: torch's rows over the devices where they divide."""
-    names = {"embed.weight": "embedding", "norm.weight": "scale"}
+    names = {"embed_tokens.weight": "embedding", "norm.weight": "scale"}
     like: dict[str, Any] = {}
     for key, tensor in tensors.items():
         layer, leaf = key.split(".")

@@ -51,7 +51,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--grid", action="store_true", help="every mesh, recipe and dtype instead")
     parser.add_argument("--worst", action="store_true", help="one row a leaf")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--port", type=int, help="where ranks meet; default: in a file")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for torch's side")
     parser.set_defaults(run=run)
@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
         verdicts.append(verdict)
         _print(verdict.table(worst=args.worst))
     if args.json is not None:
-        args.json.write_text(json.dumps([v.to_dict() for v in verdicts], indent=1) + "\n")
+        found = [verdict.to_dict(worst=args.worst) for verdict in verdicts]
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
     failed = [v.case.name for v in verdicts if not v.passed]
     if len(verdicts) > 1:
         print(f"{len(verdicts) - len(failed)} cases passed, {len(failed)} failed")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from muon_optax.checks import check_choice, check_decay
+from muon_optax.dtypes import wide_dtype
 from muon_optax.interop.tensors import import_torch
 from muon_optax.interop.torch_layout import (
     FLAX_LAYOUT,
@@ -20,7 +21,7 @@ from muon_optax.interop.torch_layout import (
     read_leaf,
     write_leaf,
 )
-from muon_optax.momentum import MuonState, wide_dtype
+from muon_optax.momentum import MuonState
 from muon_optax.tree_paths import Segments, leaves_with_segments, path_name, raise_together
 
 __all__ = [
@@ -95,6 +96,21 @@ def from_optimizer_state(
     Raises:
       ValueError: listing each parameter whose buffers are missing, have another shape or dtype, or
         belong to the other optimizer; each name that no leaf has; and counts that aren't `count`.
+
+    Example:
+      >>> import pytest
+      >>> from muon_optax.recipes import torch_muon
+      >>> torch = pytest.importorskip("torch")
+      >>> weight = torch.nn.Parameter(torch.ones(3, 2))
+      >>> weight.grad = torch.full((3, 2), 2.0)
+      >>> run = torch.optim.Muon([("up.weight", weight)])
+      >>> run.step()
+      >>> params = {"up": {"kernel": jnp.ones((2, 3))}}
+      >>> fresh = torch_muon().init(params)
+      >>> state = from_optimizer_state(fresh, params, run.state_dict(), count=1)
+      >>> print(state.inner_states["muon"].inner_state[0].mu["up"]["kernel"])
+      [[0.1 0.1 0.1]
+       [0.1 0.1 0.1]]
     """
     entries, problems = _entries(_as_sequence(dumps), names)
     places = layout.places(params)
@@ -133,6 +149,17 @@ def to_optimizer_state(
 
     Raises:
       ValueError: listing the leaves that no optimizer holds, and the names that no leaf has.
+
+    Example:
+      >>> import pytest
+      >>> from muon_optax.recipes import torch_muon
+      >>> torch = pytest.importorskip("torch")
+      >>> params = {"up": {"kernel": jnp.ones((2, 3))}}
+      >>> run = torch.optim.Muon([("up.weight", torch.nn.Parameter(torch.ones(3, 2)))])
+      >>> (dump,) = to_optimizer_state(torch_muon().init(params), params, run.state_dict())
+      >>> run.load_state_dict(dump)
+      >>> tuple(dump["state"][0]["momentum_buffer"].shape)
+      (3, 2)
     """
     places = layout.places(params)
     buffers = _written(state, places, fields)

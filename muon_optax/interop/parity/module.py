@@ -34,7 +34,7 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.embed_tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
         self.mix = nn.Linear(WIDTH, UNEVEN, bias=False)
         self.unmix = nn.Linear(UNEVEN, WIDTH, bias=False)
@@ -46,7 +46,7 @@ class Model(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Three layers, each added to the stream of token and running mean."""
-        x = self.embed(tokens)
+        x = self.embed_tokens(tokens)
         count = torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
         x = x + x.cumsum(1) / count
         x = x + self.unmix(nn.functional.silu(self.mix(self.norm(x))))

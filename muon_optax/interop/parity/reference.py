@@ -38,8 +38,9 @@ def is_hidden_matrix(name: str, shape: Shape) -> bool:
     return len(shape) == 2 and "embed" not in name and "lm_head" not in name
 
 
-def _is_wide_matrix(name: str, shape: Shape) -> bool:
-    return is_hidden_matrix(name, shape) and min(shape) > 1
+def _is_xtuners(name: str, shape: Shape) -> bool:
+    is_named = "embed_tokens" in name or "lm_head" in name
+    return len(shape) == 2 and min(shape) > 1 and not is_named
 
 
 def _is_matrix(name: str, shape: Shape) -> bool:
@@ -93,7 +94,7 @@ CONVENTIONS = {
     "keller_jordan": Conventions(betas=(0.9, 0.95), eps=1e-10),
     "moonlight": _MOONLIGHT,
     "llama_factory": _MOONLIGHT,
-    "xtuner": dataclasses.replace(_MOONLIGHT, rows=_QUINTIC, muon=_is_wide_matrix),
+    "xtuner": dataclasses.replace(_MOONLIGHT, rows=_QUINTIC, muon=_is_xtuners),
     "areal": Conventions(lambda *s: 0.2 * _spectral(*s), betas=(0.9, 0.95), eps=1e-10),
     "megatron": Conventions(_spectral, _QUINTIC, nesterov=False),
     "transformer_engine": Conventions(_spectral, _QUINTIC),

@@ -209,7 +209,7 @@ def _flax_name(key: str) -> str:
     layer, leaf = key.split(".")
     if leaf == "bias":
         return f"{layer}/bias"
-    return f"{layer}/{ {'embed': 'embedding', 'norm': 'scale'}.get(layer, 'kernel') }"
+    return f"{layer}/{ {'embed_tokens': 'embedding', 'norm': 'scale'}.get(layer, 'kernel') }"
 
 
 def _leaves(record: Record, prefix: str) -> dict[str, np.ndarray]:

@@ -115,9 +115,10 @@ class Verdict:
             )
         return tuple(found)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as plain data for JSON."""
-        return {**dataclasses.asdict(self), "passed": self.passed}
+    def to_dict(self, *, worst: bool = False) -> dict[str, Any]:
+        """Everything as plain data for JSON: all rows, or the worst of each leaf."""
+        chosen = dataclasses.replace(self, rows=self.worst()) if worst else self
+        return {**dataclasses.asdict(chosen), "passed": self.passed}
 
     def table(self, *, worst: bool = False) -> "VerdictTable":
         """The rows to print: all of them, or the worst of each leaf."""

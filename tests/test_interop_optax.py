@@ -1,0 +1,64 @@
+"""A running `optax.contrib.muon` goes on as ours."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from running import run
+
+from muon_optax import MuonState, muon, recipes
+from muon_optax.interop import from_optax
+
+PARAMS = {"w": jnp.ones((3, 4)), "embed": jnp.ones((5, 3)), "b": jnp.ones(4)}
+GRADS = [{"w": jnp.eye(3, 4), "embed": jnp.eye(5, 3), "b": jnp.arange(4.0)}] * 4
+
+
+def test_a_running_state_goes_on():
+    theirs, ours = optax.contrib.muon(0.1), recipes.optax_muon(0.1)
+    _, state, params = run(theirs, PARAMS, GRADS[:2], jit=True)
+    converted = from_optax(state, params)
+    assert jax.tree.structure(converted) == jax.tree.structure(ours.init(params))
+    assert isinstance(converted.inner_states["muon"].inner_state[0], MuonState)
+    for grad in GRADS[2:]:
+        want, state = jax.jit(theirs.update)(grad, state, params)
+        got, converted = jax.jit(ours.update)(grad, converted, params)
+        for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_inside_other_transformations():
+    def make(muon_of: Any) -> Any:
+        return optax.chain(optax.clip(1.0), muon_of(optax.linear_schedule(0.1, 0.0, 5)))
+
+    _, state, params = run(make(optax.contrib.muon), PARAMS, GRADS[:1], jit=True)
+    converted = from_optax(state, params)
+    assert jax.tree.structure(converted) == jax.tree.structure(
+        make(recipes.optax_muon).init(params)
+    )
+
+
+def test_a_leaf_that_changes_its_optimizer_is_refused_in_the_update():
+    state = from_optax(optax.contrib.muon(0.1).init(PARAMS), PARAMS)
+    with pytest.raises(ValueError, match="embed: muon in the state, adam now"):
+        muon(0.1).update(GRADS[0], state, PARAMS)
+
+
+def test_states_of_other_parameters_are_refused():
+    state = optax.contrib.muon(0.1).init(PARAMS)
+    others = {"w": jnp.ones((4, 3)), "embed": jnp.ones((5, 3)), "c": jnp.ones(4)}
+    with pytest.raises(ValueError, match="doesn't belong") as error:
+        from_optax(state, others)
+    text = str(error.value)
+    assert "w: parameter (4, 3), moments (3, 4)" in text
+    assert "c: parameter (4,), no moments" in text
+    assert "b: moments (4,), no parameter" in text
+
+
+def test_a_state_without_optax_muon_is_refused():
+    with pytest.raises(ValueError, match=r"no optax\.contrib MuonState to convert; it has"):
+        from_optax(optax.adam(0.1).init(PARAMS), PARAMS)
+    with pytest.raises(ValueError, match="neither that nor Adam's"):
+        from_optax(optax.sgd(0.1).init(PARAMS), PARAMS)
