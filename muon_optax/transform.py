@@ -317,11 +317,11 @@ def scale_by_muon(
         leaves = spread.leaves(updates, views, dtypes, homes)
         pairs = list(zip(jax.tree.leaves(updates), jax.tree.leaves(new), strict=True))
         results = spread.run(leaves, solver, mix, weights, pairs)
-        moved = [
+        ends = [
             home if home and home.spec != leaf.layout.spec else None
             for home, leaf in zip(homes, leaves, strict=True)
         ]
-        results = place(jax.tree.structure(updates).unflatten(results), moved)
+        results = place(jax.tree.structure(updates).unflatten(results), ends)
         new = place(cast_like(new, state.mu), mu_shardings)
         return cast_like(results, updates), MuonState(count, new)
 

@@ -52,6 +52,8 @@ class Schedule:
       preconditioning: The norm that the input is divided by, see `muon_optax.polar.normalize`.
       norm_factor: The norm is multiplied by this.
       source: Where the coefficients come from.
+      needs_float32: Whether half-precision input is computed in float32: without a safety factor,
+        rounding carries a singular value out of the interval, where the iteration diverges.
 
     >>> SCHEDULES["fast"].restarts, SCHEDULES["fast"].preconditioning
     ((2,), 'schatten8')
@@ -63,6 +65,7 @@ class Schedule:
     preconditioning: Preconditioning
     norm_factor: float
     source: str
+    needs_float32: bool = False
 
 
 def gram_restarts(rows: Sequence[Row]) -> tuple[int, ...]:
@@ -94,6 +97,7 @@ def make_schedule(
     preconditioning: Preconditioning = "frobenius",
     norm_factor: float = 1.0,
     restarts: tuple[int, ...] | None = None,
+    needs_float32: bool = False,
 ) -> Schedule:
     """A `Schedule`; None for its restarts means those of `gram_restarts`.
 
@@ -101,7 +105,8 @@ def make_schedule(
     ()
     """
     restarts = gram_restarts(rows) if restarts is None else restarts
-    return Schedule(name, tuple(rows), restarts, preconditioning, norm_factor, source)
+    rows = tuple(rows)
+    return Schedule(name, rows, restarts, preconditioning, norm_factor, source, needs_float32)
 
 
 def _safe(row: Row) -> Row:
@@ -161,8 +166,9 @@ SCHEDULES: dict[str, Schedule] = {
                 (3.2866, -2.4647, 0.5074),
                 (2.2737, -1.6447, 0.4162),
             ],
-            "CANS, arXiv 2506.10935; has no safety factor, so float32 or wider only",
+            "CANS, arXiv 2506.10935; has no safety factor",
             restarts=(2, 3),
+            needs_float32=True,
         ),
         make_schedule(
             "turbo",

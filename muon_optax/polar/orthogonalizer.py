@@ -127,7 +127,7 @@ class NewtonSchulz:
         _check_matrices(x)
         if not x.size:
             return x
-        y = _normalized(x, self.dtype, exchange.maximum)
+        y = _normalized(x, self.products_dtype(x.dtype), exchange.maximum)
         y = iterate.gram(y, self.schedule, axis=axis, precision=self.precision, exchange=exchange)
         return y.astype(x.dtype)
 
@@ -144,9 +144,20 @@ class NewtonSchulz:
         small, large = hermitian_flops(m, m), hermitian_flops(m, n) + 2 * m * m * n
         standard = steps * (large + small)
         # The Gram method's small products are float32, which takes twice as long as a half.
-        weight = 2 if _compute_dtype(jnp.dtype(dtype), self.dtype).itemsize < 4 else 1
+        weight = 2 if self.products_dtype(jnp.dtype(dtype)).itemsize < 4 else 1
         gram = passes * large + (4 * steps - 3 * passes) * small * weight
         return "gram" if gram < standard else "standard"
+
+    def products_dtype(self, own: Any) -> Any:
+        """The dtype of the products for input of dtype `own`.
+
+        >>> NewtonSchulz(resolve_schedule("cans")).products_dtype(jnp.dtype("bfloat16"))
+        dtype('float32')
+        """
+        dtype = own if self.dtype is None else jnp.dtype(self.dtype)
+        if jnp.issubdtype(own, jnp.complexfloating):
+            return wide_dtype(dtype, jnp.complex64)
+        return wide_dtype(dtype) if self.schedule.needs_float32 else dtype
 
     def flops(self, m: int, n: int, dtype: DTypeLike = "float32") -> int:
         """FLOPs for one m×n matrix of `dtype`, all products counted as dense.
@@ -169,7 +180,7 @@ class NewtonSchulz:
 def _orthogonalize(config: NewtonSchulz, x: jax.Array) -> jax.Array:
     m, n = x.shape[-2:]
     axis = -1 if m <= n else -2
-    y = _normalized(x, config.dtype)
+    y = _normalized(x, config.products_dtype(x.dtype))
     if config.chosen_method(m, n, x.dtype) == "gram":
         y = iterate.gram(y, config.schedule, axis=axis, precision=config.precision)
     else:
@@ -179,18 +190,7 @@ def _orthogonalize(config: NewtonSchulz, x: jax.Array) -> jax.Array:
 
 def _normalized(x: jax.Array, dtype: Any, maximum: Map = identity) -> jax.Array:
     """`x` in the dtype of the products, its largest entry near 1."""
-    compute = _compute_dtype(x.dtype, dtype)
-    wide = wide_dtype(x.dtype, compute)
-    return near_one(x.astype(wide), maximum).astype(compute)
-
-
-def _compute_dtype(own: Any, dtype: Any) -> Any:
-    """The dtype of the products for input of dtype `own`, where `dtype` is the option."""
-    if dtype is None:
-        return own
-    if jnp.issubdtype(own, jnp.complexfloating):
-        return wide_dtype(dtype, jnp.complex64)
-    return dtype
+    return near_one(x.astype(wide_dtype(x.dtype, dtype)), maximum).astype(dtype)
 
 
 def _check_matrices(x: jax.Array) -> None:
