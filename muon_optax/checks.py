@@ -97,14 +97,14 @@ def check_decay(name: str, value: Any, *, below: float = 1.0) -> None:
 
 
 def check_float_dtype(name: str, dtype: Any) -> None:
-    """Raises TypeError unless `dtype` is None or a real floating-point dtype of 16 bits or more."""
+    """Raises TypeError unless `dtype` is None or a floating-point dtype of 16 bits or more."""
     if dtype is None:
         return
     try:
         known = jnp.dtype(dtype)
     except TypeError:
         known = jnp.dtype(bool)
-    if not jnp.issubdtype(known, jnp.floating) or known.itemsize < 2:
+    if not jnp.issubdtype(known, jnp.inexact) or known.itemsize < 2:
         raise TypeError(
-            f"{name} must be a floating-point dtype or None, got {dtype!r} (real, 16 bits or more)"
+            f"{name} must be a floating-point dtype or None, got {dtype!r} (16 bits or more)"
         )

@@ -395,9 +395,9 @@ def make_solver(
 
 
 def compute_dtype(ns_dtype: Any, own: Any) -> Any:
-    """`ns_dtype`, but complex for complex leaves."""
+    """`ns_dtype`, but complex for complex leaves and real for real ones."""
     if ns_dtype is None:
         return own
     if jnp.issubdtype(own, jnp.complexfloating):
         return wide_dtype(ns_dtype, jnp.complex64)
-    return jnp.dtype(ns_dtype)
+    return jnp.finfo(ns_dtype).dtype

@@ -129,6 +129,7 @@ def test_beta_may_be_traced_and_promotion_strict():
     [
         ("bfloat16", "float32", "bfloat16"),
         ("float32", "float16", "float32"),
+        ("complex64", "bfloat16", "float32"),
         ("bfloat16", "complex64", "complex64"),
         ("float32", "complex64", "complex64"),
         ("float64", "float32", "float32"),  # without x64
