@@ -167,9 +167,24 @@ class _Counter:
         total = sum(inner, _Total())
         if i.opcode != "while" or total == _Total():
             return total
-        if i.trip_count is None:
+        times = i.trip_count or self._limit(i)
+        if times is None:
             raise ValueError(f"the loop {i.name} has no known trip count")
-        return total * i.trip_count
+        return total * times
+
+    def _limit(self, loop: Instruction) -> int | None:
+        """What an integer counter is compared with, where the compiler notes no trip count.
+
+        The loops of `jax.lax.scan` and `map` count from zero, one by one.
+        """
+        condition = self._module.computations[loop.attribute(r"condition=%?([\w.\-]+)") or ""]
+        by_name = {i.name: i for i in condition}
+        (root,) = (i for i in condition if i.is_root)
+        if root.opcode != "compare" or root.attribute("direction=(LT)") is None:
+            return None
+        counter, limit = (by_name[name] for name in root.operands)
+        is_counter = counter.opcode == "get-tuple-element" and counter.type.startswith("s32[]")
+        return int(limit.operands[0]) if is_counter and limit.opcode == "constant" else None
 
 
 def _received(collectives: Sequence[Collective]) -> int:

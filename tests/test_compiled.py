@@ -108,6 +108,37 @@ def test_multiplies_nested_loops_out():
     assert found.flops == 15 * 2 * 8 * 32 * 32
 
 
+LOOP = """HloModule m, num_partitions=8
+
+%body (b: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
+  %b = (s32[], f32[8,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%b), index=0
+  %x = f32[8,8]{1,0} get-tuple-element(%b), index=1
+  %y = f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %next = (s32[], f32[8,8]{1,0}) tuple(%i, %y)
+}
+
+%condition (c: (s32[], f32[8,8])) -> pred[] {
+  %seven = s32[]{:T(128)} constant(7)
+  %c = (s32[], f32[8,8]{1,0}) parameter(0)
+  %count = s32[]{:T(128)} get-tuple-element(%c), index=0
+  ROOT %less = pred[] compare(%count, %seven), direction=LT
+}
+
+ENTRY %main (x: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
+  %x = (s32[], f32[8,8]{1,0}) parameter(0)
+  ROOT %loop = (s32[], f32[8,8]{1,0}) while(%x), condition=%condition, body=%body
+}
+"""
+
+
+def test_a_loop_without_a_noted_trip_count_runs_to_its_counters_limit():
+    assert read_program(LOOP).flops == 7 * 2 * 8**3
+    for change in (("direction=LT", "direction=GT"), ("s32[]{:T(128)} get", "f32[] get")):
+        with pytest.raises(ValueError, match="no known trip count"):
+            read_program(LOOP.replace(*change))
+
+
 def test_a_conditional_counts_its_costliest_branch():
     def body(x, w):
         many = lambda x: x @ w @ w @ w  # noqa: E731
