@@ -137,7 +137,7 @@ def _ended_processes() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path, deadline: float) -> None:
     while True:
-        codes = [process.poll() for process in processes]
+        codes = [_exit_code(process) for process in processes]
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed:
             raise ParityError(_death(failed[0], codes[failed[0]] or 0, folder))
@@ -150,6 +150,19 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path, deadline: 
                 f"time is up and ranks {late} still run; rank {late[0]} said:\n{tail}"
             )
         time.sleep(_POLL_SECONDS)
+
+
+def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
+    """How a process ended, or None; it isn't reaped, so that its number stays its own.
+
+    The number of a reaped process may be given to another, whose group would then be killed.
+    """
+    if not hasattr(os, "waitid"):  # macOS before Python 3.13
+        return process.poll()
+    found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
 def _death(rank: int, code: int, folder: Path) -> str:

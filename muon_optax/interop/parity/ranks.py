@@ -6,6 +6,7 @@ of whole tensors in torch's layout; 'muon' lists the names that got Muon.
 """
 
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -135,6 +136,8 @@ def main(folder: Path) -> None:
     """Runs all cases of a folder."""
     leave_with_parent()
     torch.set_num_threads(1)
+    # Says of each mesh of two axes that its exchanges could be merged.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
         "gloo",
@@ -153,3 +156,5 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads, still joinable, now and then abort an orderly exit
