@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import reference
 import sharded
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import FAST, STACK, Leaf, make_mesh
 
@@ -350,6 +351,23 @@ def test_nested_shard_maps_over_the_other_axes(kind):
     for name, leaf in leaves.items():
         assert sharded.worst_error(leaf, updates[name], want[name]) <= 1e-5
         sharded.assert_lies(updates[name], where[name])
+
+
+@pytest.mark.xfail(strict=True, reason="measured an error of 0.28: blocks are put in wrong order")
+def test_an_order_of_axes_that_nesting_rules_out_is_an_error():
+    """Inside a shard_map over d, f cuts the blocks of d, and not the other way round."""
+    mesh = make_mesh({"d": 2, "f": 4}, "auto")
+    tx = scale_by_muon(param_shardings=P(None, ("f", "d")))
+    mapped = jax.shard_map(
+        lambda x: tx.update(x, tx.init(x))[0],
+        mesh=mesh,
+        in_specs=P(None, "d"),
+        out_specs=P(None, "d"),
+        axis_names={"d"},
+    )
+    where = NamedSharding(mesh, P(None, ("d", "f")))
+    with pytest.raises(ValueError, match=r"\('f', 'd'\)"):
+        sharded.jit(mapped).lower(jax.ShapeDtypeStruct(WIDE, "float32", sharding=where))
 
 
 def _only(spec: P, axis: str) -> P:
