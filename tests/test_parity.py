@@ -66,13 +66,13 @@ def run_and_check(folder: Path, chosen: list[Case]) -> None:
 
 def test_four_ranks(tmp_path):
     """1-D FSDP, HSDP, and FSDP x TP; two ranks are in the tests of the command."""
-    chosen = cases("fsdp=4", "float32", "float64", "torch")
+    chosen = cases("fsdp=4", "float64", "torch")
     chosen += cases("replica=2,fsdp=2", "float32", "float64")
     chosen += cases("fsdp=2,tp=2", "float32", "float64")
     if importlib.util.find_spec("muon_fsdp2"):
         chosen.append(Case("torch_muon", parse_mesh("fsdp=4"), "muon_fsdp2"))
     run_and_check(tmp_path, chosen)
-    for i in (0, 5):
+    for i in (1, 2, 4):
         check_gradients(np.load(tmp_path / f"{i}.npz"))
 
 
