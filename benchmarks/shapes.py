@@ -1,0 +1,90 @@
+"""Real models on the usual meshes: shapes, views and specs for every benchmark.
+
+>>> case = model_on("llama3-8b", "fsdp_tp", devices=64, scanned=True)
+>>> case.sizes, tuple(case.specs["blocks"]["mlp"]["down"]["kernel"])
+({'fsdp': 8, 'tensor': 8}, (None, 'tensor', 'fsdp'))
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+
+from muon_optax import MatrixView, MuonDimensionNumbers
+from muon_optax.layouts import usual_specs
+from muon_optax.matrix_view import is_view
+from muon_optax.models import model_shapes
+
+__all__ = ["LAYOUTS", "Case", "MeshLayout", "model_on", "plain_views"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshLayout:
+    """A kind of mesh, and how matrices lie on it.
+
+    Attributes:
+      axes: names of its axes, the last within a host.
+      inner: size of the last of two axes, at most.
+      fsdp: which dim of a matrix fsdp shards.
+    """
+
+    axes: tuple[str, ...]
+    inner: int = 8
+    fsdp: Literal["rows", "columns"] = "rows"
+
+    def sizes(self, devices: int) -> dict[str, int]:
+        """Size of each axis on so many devices."""
+        if len(self.axes) == 1:
+            return {self.axes[0]: devices}
+        inner = min(self.inner, devices // 2)
+        return dict(zip(self.axes, (devices // inner, inner), strict=True))
+
+
+LAYOUTS = {
+    "ddp": MeshLayout(("replica",)),
+    "fsdp_rows": MeshLayout(("fsdp",)),
+    "fsdp_columns": MeshLayout(("fsdp",), fsdp="columns"),
+    "hsdp": MeshLayout(("replica", "fsdp")),
+    "hsdp_64": MeshLayout(("replica", "fsdp"), inner=64),
+    "fsdp_tp": MeshLayout(("fsdp", "tensor")),
+    "fsdp_experts": MeshLayout(("fsdp", "expert")),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model on a mesh.
+
+    Attributes:
+      params: its parameters, as shapes.
+      views: its matrix views, None for AdamW's leaves.
+      sizes: size of each mesh axis.
+      specs: a PartitionSpec a leaf.
+    """
+
+    params: Any
+    views: Any
+    sizes: dict[str, int]
+    specs: Any
+
+
+def model_on(
+    model: str, layout: str, *, devices: int, scanned: bool = False, dtype: Any = "bfloat16"
+) -> Case:
+    """A model of `muon_optax.models` under one of `LAYOUTS`."""
+    shapes = model_shapes(model, scanned=scanned, dtype=dtype)
+    kind = LAYOUTS[layout]
+    sizes = kind.sizes(devices)
+    specs = usual_specs(shapes.params, shapes.views, sizes, fsdp=kind.fsdp)
+    return Case(shapes.params, shapes.views, sizes, specs)
+
+
+def plain_views(views: Any) -> Any:
+    """The views without their blocks, as `optax.contrib.muon` takes them: fused is one matrix."""
+
+    def plain(view: Any) -> Any:
+        if isinstance(view, MatrixView):
+            return MuonDimensionNumbers(view.reduction_axis, view.output_axis)
+        return view
+
+    return jax.tree.map(plain, views, is_leaf=is_view)

@@ -1,0 +1,119 @@
+"""How the leaves of a model usually lie on a mesh, by the names of its axes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+from jax.sharding import PartitionSpec
+
+from muon_optax.matrix_view import View, bind_view, is_view
+from muon_optax.rules import Shape, words
+from muon_optax.tree_paths import Segments, align, leaves_with_segments, path_name, raise_together
+
+__all__ = ["ROLES", "Role", "usual_specs"]
+
+Role = Literal["replica", "fsdp", "tensor", "expert"]
+ROLES: dict[str, Role] = {
+    "replica": "replica",
+    "data": "replica",
+    "dp": "replica",
+    "fsdp": "fsdp",
+    "tensor": "tensor",
+    "tp": "tensor",
+    "model": "tensor",
+    "expert": "expert",
+    "ep": "expert",
+}
+# What tensor parallelism cuts along its input, as the layers before are cut along their output.
+_ROW_PARALLEL = {"o", "out", "down", "c_proj", "wo", "w2", "o_proj", "out_proj", "down_proj"}
+
+
+def usual_specs(
+    params: Any,
+    views: Any,
+    sizes: Mapping[str, int],
+    *,
+    fsdp: Literal["rows", "columns"] = "rows",
+) -> Any:
+    """A PartitionSpec for every leaf.
+
+    Axes named replica, data or dp replicate all leaves. fsdp shards each matrix on its first dim
+    (rows) or its last (columns), or where that doesn't divide on the largest that does. tensor, tp
+    or model shards the output of a layer, but the input of output projections, as Megatron does;
+    fsdp then takes the other dim. expert or ep shards the expert dim of what has one. Vectors, and
+    leaves that no size divides, are replicated.
+
+    Args:
+      params: the parameters, as arrays or shape structs.
+      views: a tree (or a prefix of one) of matrix views, with None for leaves whose last two dims
+        count as the matrix.
+      sizes: size of each mesh axis.
+      fsdp: which dim fsdp would rather shard.
+
+    Returns:
+      A tree like `params`.
+
+    Raises:
+      ValueError: for an axis of another name, or views that don't fit.
+
+    Example:
+      >>> shapes = {"up": jax.ShapeDtypeStruct((64, 256), "float32")}
+      >>> specs = usual_specs(shapes, None, {"replica": 2, "fsdp": 8, "tensor": 4})
+      >>> specs["up"] == PartitionSpec("fsdp", "tensor")
+      True
+    """
+    unknown = [axis for axis in sizes if axis not in ROLES]
+    raise_together(unknown, f"mesh axes must be among {tuple(ROLES)}, or have specs; got:")
+    leaves = leaves_with_segments(params)
+    given = align(views, params, what="matrix views", is_leaf=is_view)
+    specs, problems = [], []
+    for (path, leaf), view in zip(leaves, given, strict=True):
+        try:
+            specs.append(_spec(path, tuple(leaf.shape), view, sizes, fsdp))
+        except ValueError as error:
+            problems.append(f"{path_name(path)}: {error}")
+    raise_together(problems, "these leaves can't be laid out:")
+    return jax.tree.structure(params).unflatten(specs)
+
+
+def _spec(
+    path: Segments, shape: Shape, view: View | None, sizes: Mapping[str, int], fsdp: str
+) -> PartitionSpec:
+    batch, fan_in, fan_out = _axes(shape, view)
+    matrix = sorted((*fan_in, *fan_out))
+    has_experts = any(name.startswith("expert") for name in words(path))
+    is_row_parallel = not _ROW_PARALLEL.isdisjoint(words(path)[-2:])  # 'down', or 'down/kernel'
+    order: dict[Role, list[int]] = {
+        "expert": batch[-1:] if has_experts else [],
+        "tensor": [*fan_in, *fan_out[::-1]] if is_row_parallel else [*fan_out[::-1], *fan_in],
+        "fsdp": _largest_after(matrix, 0 if fsdp == "rows" else -1, shape),
+        "replica": [],
+    }
+    taken: dict[int, str] = {}
+    for role, dims in order.items():
+        for axis in [axis for axis in sizes if ROLES[axis] == role]:
+            free = [d for d in dims if d not in taken and shape[d] % sizes[axis] == 0]
+            if free:
+                taken[free[0]] = axis
+    entries = [taken.get(d) for d in range(len(shape))]
+    return PartitionSpec(*entries) if taken else PartitionSpec()
+
+
+def _axes(shape: Shape, view: View | None) -> tuple[list[int], list[int], list[int]]:
+    """Batch, input and output axes."""
+    if view is not None:
+        bound = bind_view(view, shape)
+        groups = (bound.batch_axes, bound.reduction_axes, bound.output_axes)
+        return list(groups[0]), list(groups[1]), list(groups[2])
+    if len(shape) < 2:
+        return [], [], []
+    *batch, fan_in, fan_out = range(len(shape))
+    return batch, [fan_in], [fan_out]
+
+
+def _largest_after(dims: Sequence[int], first: int, shape: Shape) -> list[int]:
+    """The dims, the first or last before all others, those by size."""
+    if not dims:
+        return []
+    chosen = dims[first]
+    return [chosen, *sorted((d for d in dims if d != chosen), key=lambda d: -shape[d])]
