@@ -49,7 +49,6 @@ def test_work_shared_over_replicas(count):
     back = 2 * mine * matrix // 4 // 2
     assert (found.bytes, found.flops) == (mine * matrix * 3 // 4 + back, mine * FLOPS)
     found = cost("all_to_all", count, work(shared=True))
-    back = 2 * 4 * rounds * matrix // 4 // 2
     assert (found.bytes, found.flops) == (2 * rounds * matrix * 3 // 4 + back, rounds * FLOPS)
 
 

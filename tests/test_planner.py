@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import sharded
 from jax.sharding import AbstractMesh, NamedSharding
@@ -15,6 +16,8 @@ from sharded import MATRIX, STACK, Leaf, make_mesh
 from benchmarks.compiled import read_program
 from muon_optax import DeviceModel, MatrixView, muon, plan, scale_by_muon
 from muon_optax import MuonDimensionNumbers as Dims
+from muon_optax.sharding.cost import Work
+from muon_optax.sharding.planner import rest_owners
 
 FLAT = AbstractMesh((8,), ("f",))
 HSDP = AbstractMesh((2, 4), ("r", "f"))
@@ -278,3 +281,15 @@ def test_a_plan_is_read_off_the_arrays_themselves():
         assert (row.strategy, row.spec, row.count) == ("all_to_all", "f, -", 16)
     (row,) = plan({"w": jnp.ones((8, 8))}).rows
     assert (row.strategy, row.bytes) == ("local", 0)
+
+
+@pytest.mark.parametrize(("replicas", "shards"), [(1, 8), (8, 1), (2, 4), (3, 2)])
+def test_the_owners_of_a_rest_are_different_devices_and_even_over_replicas(replicas, shards):
+    sizes = (("r", replicas), ("f", shards))
+    work = Work(8, 8, 4, 0, ("f",), ("r",), sizes)
+    for count in range(1, work.owners):
+        for offset in range(work.owners):
+            owners = rest_owners(offset, count, work)
+            assert len(set(owners.tolist()) & set(range(work.owners))) == count
+            assert np.bincount(owners // shards).max() == -(-count // replicas)
+            assert owners[0] == offset

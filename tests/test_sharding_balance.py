@@ -2,6 +2,7 @@
 
 import collections
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +13,10 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import make_mesh
 
-from muon_optax import muon, plan
+from muon_optax import muon, orthogonalize, plan
 from muon_optax.polar import NewtonSchulz, resolve_schedule
+from muon_optax.sharding import planner
+from muon_optax.sharding.cost import Work
 
 BAR = 1.1
 NEWTON_SCHULZ = NewtonSchulz(resolve_schedule("jordan"))
@@ -85,6 +88,29 @@ def test_real_matrices_are_shared_out_evenly_at_run_time(name):
         done[device] += flops
     assert sum(done.values()) == sum(NEWTON_SCHULZ.flops(*s) for s in shapes.values())
     assert max(done.values()) <= BAR * ideal(shapes)
+
+
+@pytest.mark.parametrize(("count", "offset"), [(5, 0), (6, 3), (7, 6)])
+def test_the_owners_of_a_rest_are_those_of_the_plan(count, offset, monkeypatch):
+    mesh, seen = make_mesh({"r": 2, "f": 4}), []
+    monkeypatch.setattr(planner._Chooser, "_best_offset", lambda *_: (offset, 0.0))
+    planner.plan_leaves.cache_clear()
+
+    def orthogonalizer(x):
+        index = jax.lax.axis_index(("r", "f"))
+        jax.debug.callback(lambda i, v: seen.append((int(i), int(v))), index, x[0, 0, 0])
+        return x
+
+    params = {f"w{i}": jnp.full((8, 8), float(i)) for i in range(count)}
+    params = jax.device_put(params, NamedSharding(mesh, P("f")))
+    tx = orthogonalize(orthogonalizer=orthogonalizer, strategy="all_to_all", device=sharded.SLOW)
+    found, _ = sharded.jit(tx.update)(params, tx.init(params))
+    chex.assert_trees_all_equal(found, params)
+    jax.effects_barrier()
+    planner.plan_leaves.cache_clear()
+    work = Work(8, 8, 4, 0, ("f",), ("r",), (("r", 2), ("f", 4)))
+    want = planner.rest_owners(offset, count, work).tolist()
+    assert sorted(seen) == sorted((owner, i) for i, owner in enumerate(want))
 
 
 def planned(shapes, sizes, spec, device):

@@ -111,16 +111,11 @@ def test_the_update_sends_what_the_best_strategy_needs(name, kind):
         assert sum(found.counts.values()) <= 2 + (replicas > 1)
 
 
-PADDING_RETURNS = pytest.mark.xfail(
-    strict=True, reason="measured 1.07 and 1.14: padding, too, goes to the other replicas"
-)
-MISSED = {("hsdp_columns", 19, "all_to_all"), ("hsdp_columns", 19, "gram")}
-MISSED |= {("hsdp_columns", 3, "gram")}
 UNEVEN = [
-    pytest.param(*case, marks=[PADDING_RETURNS] if case in MISSED else [])
+    (name, count, strategy)
     for name in ("rows", "tall_rows", "two_dims", "hsdp_columns")
     for count in (16, 19, 3)
-    for case in ((name, count, strategy) for strategy in LAYOUTS[name][-1])
+    for strategy in LAYOUTS[name][-1]
 ]
 
 

@@ -210,7 +210,7 @@ def estimate(
     mine = -(-count // r)
     owned = -(-mine // n)
     end = matrix if work.ends_whole else matrix // n
-    back = r * _padded(strategy, mine, n) * end * (r - 1) // r
+    back = mine * end * (r - 1)
     if strategy == "local":
         moved, flops = 0, count * work.flops
         back = 0
@@ -234,8 +234,3 @@ def estimate(
         + device.latency * (collectives + (r > 1 and strategy != "local"))
     )
     return Cost(moved + back, flops, seconds)
-
-
-def _padded(strategy: Strategy, mine: int, shards: int) -> int:
-    """Matrices of a replica, padding included."""
-    return mine if strategy == "gather" else -(-mine // shards) * shards

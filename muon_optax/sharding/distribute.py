@@ -3,6 +3,7 @@
 import dataclasses
 import warnings
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -44,7 +45,7 @@ class Distribution:
         for name in _strategies(self.strategy):
             check_choice("strategy", name, ("auto", *STRATEGIES))
         limit = self.max_workspace_bytes
-        is_count = isinstance(limit, int) and not isinstance(limit, bool) and limit > 0
+        is_count = isinstance(limit, Integral) and not isinstance(limit, bool) and limit > 0
         if limit is not None and not is_count:
             raise ValueError(
                 f"max_workspace_bytes must be a positive integer or None, got {limit!r}"

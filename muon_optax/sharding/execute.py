@@ -6,6 +6,7 @@ matrices are transposed, merged or cut into blocks.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -128,8 +129,7 @@ class _Group:
         if self.replicas == 1:
             return x
         count = x.shape[0] // self.replicas
-        index = jax.lax.axis_index(self.share.axes)
-        return jax.lax.dynamic_slice_in_dim(x, index * count, count)
+        return jax.lax.dynamic_slice_in_dim(x, _index(self.share.axes) * count, count)
 
     def all(self, x: jax.Array) -> jax.Array:
         """Undoes `own`: the parts of all replicas."""
@@ -176,33 +176,44 @@ class _Group:
 
 def _by_owners(x: jax.Array, group: _Group, solver: Solver) -> jax.Array:
     """all_to_all: each device gathers its own matrices whole and sends the slices back."""
-    count, owners, offset = x.shape[0], group.shards * group.replicas, group.share.offset
-    is_rest = count < owners
-    if is_rest:
-        x = jnp.roll(_pad(x, owners), offset, axis=0)
-    x = group.own(x)
-    parts = x.reshape(group.shards, -1, *x.shape[1:])
-    whole = group.assemble(group.swap(parts))
-    if is_rest:
-        index = jax.lax.axis_index((*group.share.axes, *group.leaf.shard_axes))
-        has_one = (index - offset) % owners < count
-        solve = lambda y: solver.whole(y, group.leaf.view)  # noqa: E731
-        whole = jax.lax.cond(has_one, solve, lambda y: y, whole)
-    else:
-        whole = solver.whole(whole, group.leaf.view)
+    if x.shape[0] < group.shards * group.replicas:
+        return _rest_by_owners(x, group, solver)
+    solve = functools.partial(solver.whole, view=group.leaf.view)
+    return group.all(_there_and_back(group.own(x), group, solve))
+
+
+def _rest_by_owners(x: jax.Array, group: _Group, solver: Solver) -> jax.Array:
+    """all_to_all for fewer matrices than owners: those that `rest_owners` names have one."""
+    count, each = x.shape[0], -(-x.shape[0] // group.replicas)
+    replica, shard = divmod(group.share.offset, group.shards)
+    x = group.own(jnp.roll(_pad(x, each * group.replicas), replica * each, axis=0))
+    x = jnp.roll(_pad(x, group.shards), shard, axis=0)
+    turn = (_index(group.share.axes) - replica) % group.replicas
+    place = (_index(group.leaf.shard_axes) - shard) % group.shards
+    has_one = (place < each) & (turn * each + place < count)
+
+    def solve(whole: jax.Array) -> jax.Array:
+        return jax.lax.cond(has_one, lambda y: solver.whole(y, group.leaf.view), lambda y: y, whole)
+
+    x = jnp.roll(_there_and_back(x, group, solve), -shard, axis=0)
+    return jnp.roll(group.all(x[:each]), -replica * each, axis=0)[:count]
+
+
+def _there_and_back(
+    x: jax.Array, group: _Group, solve: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    """Matrices of which a device has slices, through their owners."""
+    whole = solve(group.assemble(group.swap(x.reshape(group.shards, -1, *x.shape[1:]))))
     if group.ends_whole:
-        x = group.all(_gather(whole, group.leaf.shard_axes))
-    else:
-        parts = group.swap(group.disassemble(whole))
-        x = group.all(parts.reshape(-1, *parts.shape[2:]))
-    return jnp.roll(x, -offset, axis=0)[:count] if is_rest else x
+        return _gather(whole, group.leaf.shard_axes)
+    parts = group.swap(group.disassemble(whole))
+    return parts.reshape(-1, *parts.shape[2:])
 
 
 def _by_replicas(x: jax.Array, group: _Group, solver: Solver) -> jax.Array:
     """Gather and gram: all shards of a replica work on each of its matrices."""
     count = x.shape[0]
-    step = group.replicas * (group.shards if group.share.strategy == "gram" else 1)
-    x = group.own(_pad(x, -(-count // step) * step))
+    x = group.own(_pad(x, -(-count // group.replicas) * group.replicas))
     solve = _solve_slices if group.share.strategy == "gram" else _solve_gathered
     return group.all(solve(x, group, solver))[:count]
 
@@ -220,17 +231,23 @@ def _solve_gathered(x: jax.Array, group: _Group, solver: Solver) -> jax.Array:
 
 
 def _solve_slices(x: jax.Array, group: _Group, solver: Solver) -> jax.Array:
-    axes, view = group.leaf.shard_axes, group.leaf.view
+    axes, view, count = group.leaf.shard_axes, group.leaf.view, x.shape[0]
+    rounded = -(-count // group.shards) * group.shards  # Gram matrices alone are padded
     block = dataclasses.replace(view, shape=group.leaf.layout.block)
     block = dataclasses.replace(block, block_sizes=(block.fan_out,))
     exchange = Exchange(
         maximum=lambda v: jax.lax.pmax(jax.lax.stop_gradient(v), axes),
-        reduce=lambda r: jax.lax.psum_scatter(r, axes, tiled=True),
-        spread=lambda q: jax.lax.all_gather(q, axes, tiled=True),
+        reduce=lambda r: jax.lax.psum_scatter(_pad(r, rounded), axes, tiled=True),
+        spread=lambda q: jax.lax.all_gather(q, axes, tiled=True)[:count],
     )
     (matrices,) = block.split_stack(x)
     axis = -1 if view.fan_in <= view.fan_out else -2
     return block.merge_stack([solver.slices(matrices, axis, exchange, axes)])
+
+
+def _index(axes: tuple[str, ...]) -> jax.Array | int:
+    """This device's place along mesh axes."""
+    return jax.lax.axis_index(axes) if axes else 0
 
 
 def _gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

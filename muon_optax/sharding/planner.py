@@ -13,6 +13,7 @@ from typing import get_args
 
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from muon_optax.matrix_view import BoundView
 from muon_optax.polar import NewtonSchulz, resolve_schedule
@@ -20,7 +21,7 @@ from muon_optax.sharding.cost import Cost, DeviceModel, Strategy, Work, estimate
 from muon_optax.sharding.specs import Axes, Layout
 from muon_optax.tree_paths import raise_together
 
-__all__ = ["STRATEGIES", "Bucket", "Leaf", "Share", "plan_leaves"]
+__all__ = ["STRATEGIES", "Bucket", "Leaf", "Share", "plan_leaves", "rest_owners"]
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 _MINIMUM_WORKSPACE = 2**28
@@ -79,7 +80,7 @@ class Share:
       start, count: which of the bucket's matrices.
       strategy: how they are brought together.
       axes: replicating axes that divide the work.
-      offset: the first owner, where there are fewer matrices than owners.
+      offset: the first owner, where there are fewer matrices than owners; see `rest_owners`.
       chunk: how many matrices are exchanged at once.
       cost: bytes, FLOPs and seconds.
       reason: why this strategy.
@@ -302,10 +303,9 @@ class _Chooser:
         return min(count, at_once * each)
 
     def _best_offset(self, count: int, work: Work) -> tuple[int, float]:
-        """The first of `count` owners in a row that keeps the peak low, and what it adds to it."""
-        load = _owner_loads(self.load, work)
-        ring = np.concatenate([load, load])[: work.owners + count - 1]
-        peaks = np.lib.stride_tricks.sliding_window_view(ring, count).max(axis=1) + work.flops
+        """The first of `count` owners that keeps the peak low, and what it adds to it."""
+        owners = rest_owners(np.arange(work.owners)[:, None], count, work)
+        peaks = _owner_loads(self.load, work)[owners].max(axis=1) + work.flops
         offset = int(np.argmin(peaks))
         return offset, max(0.0, float(peaks[offset]) - float(self.load.max()))
 
@@ -316,9 +316,23 @@ class _Chooser:
         if share.strategy != "all_to_all" or share.count >= work.owners:
             self.load[...] += share.cost.flops
         else:
-            owners = (share.offset + np.arange(share.count)) % work.owners
-            _add_to_owners(self.load, work, owners)
+            _add_to_owners(self.load, work, rest_owners(share.offset, share.count, work))
         return int(self.load.max() - before)
+
+
+def rest_owners(offset: npt.ArrayLike, count: int, work: Work) -> np.ndarray:
+    """Owners of fewer matrices than owners: an even part for each replica, from `offset` on.
+
+    So replicas send each other no padding. Owners are numbered replica by replica.
+
+    >>> work = Work(8, 8, 4, 0, ("f",), ("r",), (("r", 2), ("f", 4)))
+    >>> rest_owners(3, 5, work)
+    array([3, 0, 1, 7, 4])
+    """
+    each = -(-count // work.replicas)
+    turn, place = np.divmod(np.arange(count), each)
+    replica, shard = np.divmod(offset, work.shards)
+    return (replica + turn) % work.replicas * work.shards + (shard + place) % work.shards
 
 
 def _owner_order(work: Work) -> tuple[list[int], list[int]]:

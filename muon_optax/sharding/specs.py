@@ -135,8 +135,6 @@ def as_declared(entry: Any) -> Declared:
     Raises:
       TypeError: for an entry of another type.
     """
-    if isinstance(entry, NamedSharding) and entry.memory_kind == "pinned_host":
-        raise ValueError(f"momentum and matrices must be in device memory, got {entry}")
     if entry is None or isinstance(entry, NamedSharding | PartitionSpec):
         return entry
     if isinstance(entry, Tracer):
