@@ -22,6 +22,7 @@ from muon_optax.scaling import Scale
 from muon_optax.sharding.cost import DeviceModel
 from muon_optax.sharding.distribute import StrategyRules
 from muon_optax.sharding.local import Orthogonalizer
+from muon_optax.sharding.memory import in_device_memory
 from muon_optax.transform import Coefficients, scale_by_muon, scale_by_shape
 from muon_optax.wrappers import (
     chain_in_order,
@@ -123,7 +124,8 @@ def muon(
       param_shardings: how the parameters lie: a tree (or a prefix of one) of NamedSharding,
         PartitionSpec or arrays. Needed on Auto meshes and inside a shard_map; Explicit meshes say
         it themselves.
-      mu_shardings: where Muon's momentum lies, if not like the parameter, as in ZeRO-1.
+      mu_shardings: where Muon's momentum lies, if not like the parameter: as in ZeRO-1, or in host
+        memory, with `memory_kind='pinned_host'`.
       strategy: how sharded matrices are brought together: 'auto', 'gather', 'all_to_all', 'gram'
         or 'local', or (pattern, strategy) pairs with patterns as in `Rule`.
       max_workspace_bytes: bound of one exchange's workspace on a device; None is the larger of
@@ -209,13 +211,14 @@ def muon(
         eps_root=adam_eps_root,
         nesterov=nesterov if adam_nesterov is None else adam_nesterov,
     )
-    return dispatch(
+    whole = dispatch(
         lambda views: in_float32(muon_half(views)),
         in_float32(adam),
         muon_weight_dimension_numbers,
         partition,
         param_shardings,
     )
+    return in_device_memory(whole)
 
 
 def _with_decay_and_rate(

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["wide_dtype"]
+__all__ = ["compute_dtype", "wide_dtype"]
 
 
 def wide_dtype(*dtypes: Any) -> jnp.dtype:
@@ -18,3 +18,12 @@ def wide_dtype(*dtypes: Any) -> jnp.dtype:
     """
     with jax.numpy_dtype_promotion("standard"):  # the widening is meant
         return functools.reduce(jnp.promote_types, dtypes, jnp.dtype(jnp.float32))
+
+
+def compute_dtype(ns_dtype: Any, own: Any) -> Any:
+    """`ns_dtype`, but complex for complex leaves and real for real ones."""
+    if ns_dtype is None:
+        return own
+    if jnp.issubdtype(own, jnp.complexfloating):
+        return wide_dtype(ns_dtype, jnp.complex64)
+    return jnp.finfo(ns_dtype).dtype

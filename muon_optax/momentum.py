@@ -9,6 +9,7 @@ import optax
 
 from muon_optax.checks import check_choice, check_decay, check_flag, check_float_dtype
 from muon_optax.dtypes import wide_dtype
+from muon_optax.sharding.memory import is_on_host, to_device, to_host
 
 __all__ = ["Momentum", "MomentumForm", "MuonState", "moment_dtype", "zeros_like_parameter"]
 
@@ -113,9 +114,12 @@ def _real(value: jax.typing.ArrayLike, dtype: Any) -> jax.Array:
 def zeros_like_parameter(param: Any, dtype: Any) -> jax.Array:
     """Zeros that lie where the parameter lies, also under `jit` on a mesh without a context.
 
+    In host memory too, where the parameter is offloaded.
+
     `jnp.zeros_like` forgets the layout there; a result that depends on the parameter's value keeps
     it. NaN and infinity don't get through the `where`.
     """
     if isinstance(param, jax.Array):
-        return jnp.where(False, param, jnp.zeros((), param.dtype)).astype(dtype)
+        zeros = jnp.where(False, to_device(param), jnp.zeros((), param.dtype)).astype(dtype)
+        return to_host(zeros) if is_on_host(param) else zeros
     return jnp.zeros(param.shape, dtype, device=getattr(param, "sharding", None))

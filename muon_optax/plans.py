@@ -5,14 +5,17 @@ from typing import Any
 
 import jax
 
+from muon_optax.dtypes import compute_dtype
 from muon_optax.partition import Partition, Views, assign, check_rules
 from muon_optax.polar import Method, Preconditioning
 from muon_optax.sharding.cost import DeviceModel, Strategy
 from muon_optax.sharding.distribute import Distribution, StrategyRules
 from muon_optax.sharding.local import Orthogonalizer
 from muon_optax.sharding.planner import Leaf, Share
+from muon_optax.sharding.specs import bare_spec, declared_specs, mesh_of
 from muon_optax.tables import format_table, rich_table
-from muon_optax.transform import Coefficients, compute_dtype, make_solver
+from muon_optax.transform import Coefficients, make_solver
+from muon_optax.tree_paths import leaves_with_segments, path_name, raise_together
 
 __all__ = ["Plan", "PlanRow", "plan"]
 
@@ -195,6 +198,7 @@ def plan(
     check_rules(partition, params)
     assignment = assign(params, muon_weight_dimension_numbers, partition)
     ours, views = assignment.muon_part(params)
+    _check_meshes(ours, param_shardings)
     dtypes = [compute_dtype(ns_dtype, mu_dtype or x.dtype) for x in jax.tree.leaves(ours)]
     leaves = spread.leaves(ours, views, dtypes)
     model, buckets = spread.plan(leaves, solver)
@@ -204,6 +208,20 @@ def plan(
         for share in bucket.shares
     ]
     return Plan(tuple(rows), model.name)
+
+
+def _check_meshes(tree: Any, declared: Any) -> None:
+    """A spec whose axes have no sizes would be planned as if the leaf were whole."""
+    pairs = zip(leaves_with_segments(tree), declared_specs(declared, tree), strict=True)
+    problems = [
+        f"{path_name(path)}: got {spec}"
+        for (path, leaf), spec in pairs
+        if spec is not None and any(bare_spec(spec)) and mesh_of(leaf, spec) is None
+    ]
+    raise_together(
+        problems,
+        "a PartitionSpec needs a mesh; give a NamedSharding, or plan within jax.set_mesh(mesh):",
+    )
 
 
 def _row(share: Share, leaves: list[Leaf]) -> PlanRow:

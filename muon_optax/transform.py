@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from muon_optax.checks import check_decay, check_flag, check_float_dtype
-from muon_optax.dtypes import wide_dtype
+from muon_optax.dtypes import compute_dtype, wide_dtype
 from muon_optax.leaf_kinds import is_float_leaf
 from muon_optax.matrix_view import BoundView, MuonDimensionNumbers
 from muon_optax.momentum import Momentum, MomentumForm, MuonState, Weights, mix
@@ -32,6 +32,7 @@ from muon_optax.scaling import Scale, resolve_scaling
 from muon_optax.sharding.cost import DeviceModel
 from muon_optax.sharding.distribute import Distribution, StrategyRules
 from muon_optax.sharding.local import Orthogonalizer, Solver
+from muon_optax.sharding.memory import back, in_device_memory, to_declared_memory, to_device
 from muon_optax.sharding.specs import (
     Layout,
     homes_of,
@@ -98,7 +99,8 @@ def scale_by_momentum(
         mixed = jax.tree.map(lambda g, m: mix(weights, g, m), updates, new)
         return cast_like(mixed, updates), MuonState(count, cast_like(new, state.mu))
 
-    return optax.GradientTransformation(functools.partial(_init, buffer), update)
+    init = functools.partial(_init, buffer)
+    return in_device_memory(optax.GradientTransformation(init, update))
 
 
 def orthogonalize(
@@ -172,7 +174,7 @@ def orthogonalize(
         results = jax.tree.structure(updates).unflatten(results)
         return cast_like(results, updates), state
 
-    return optax.GradientTransformation(init, update)
+    return in_device_memory(optax.GradientTransformation(init, update))
 
 
 def scale_by_shape(
@@ -226,7 +228,8 @@ def scale_by_shape(
         rows = zip(leaves, views, layouts, strict=True)
         return treedef.unflatten([scaled(*row) for row in rows]), state
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    init = lambda params: optax.EmptyState()  # noqa: E731
+    return in_device_memory(optax.GradientTransformation(init, update))
 
 
 def scale_by_muon(
@@ -271,8 +274,8 @@ def scale_by_muon(
       ns_precision: as in `orthogonalize`.
       orthogonalizer: as in `orthogonalize`; it gets the momentum mix.
       param_shardings: as in `orthogonalize`.
-      mu_shardings: where the momentum lies, if not like the parameter, as in ZeRO-1: a tree like
-        `param_shardings`.
+      mu_shardings: where the momentum lies, if not like the parameter, as in ZeRO-1 or in host
+        memory: a tree like `param_shardings`.
       strategy: as in `orthogonalize`.
       max_workspace_bytes: as in `orthogonalize`.
       device: as in `orthogonalize`.
@@ -303,7 +306,10 @@ def scale_by_muon(
         spread.check_patterns(params)
         _bound_views(whole_shapes(params, param_shardings), weight_dimension_numbers)
         state = _init(buffer, params)
-        return state._replace(mu=place(state.mu, mu_shardings))
+        if mu_shardings is None:
+            return state
+        placed = back(place(to_device(state.mu), mu_shardings), state.mu)
+        return state._replace(mu=to_declared_memory(placed, mu_shardings))
 
     def update(updates, state, params=None):
         like = updates if params is None else graft(params, updates)
@@ -325,7 +331,7 @@ def scale_by_muon(
         new = place(cast_like(new, state.mu), mu_shardings)
         return cast_like(results, updates), MuonState(count, new)
 
-    return optax.GradientTransformation(init, update)
+    return in_device_memory(optax.GradientTransformation(init, update))
 
 
 def _init(buffer: Momentum, params: optax.Params) -> MuonState:
@@ -392,12 +398,3 @@ def make_solver(
     if not callable(orthogonalizer):
         raise TypeError(f"orthogonalizer must be a function, got {orthogonalizer!r}")
     return Solver(orthogonalizer, adaptive)
-
-
-def compute_dtype(ns_dtype: Any, own: Any) -> Any:
-    """`ns_dtype`, but complex for complex leaves and real for real ones."""
-    if ns_dtype is None:
-        return own
-    if jnp.issubdtype(own, jnp.complexfloating):
-        return wide_dtype(ns_dtype, jnp.complex64)
-    return jnp.finfo(ns_dtype).dtype

@@ -88,8 +88,25 @@ def leaves_with_segments(
 
     Flax's wrappers of variables leave no trace in the paths: parameters have them, but not the
     updates that NNX hands to optax.
+
+    Raises:
+      ValueError: naming leaves that have one path, which are matched by path.
     """
-    return [(segments_of(path), leaf) for path, leaf in _unboxed(tree, is_leaf)]
+    keyed = _unboxed(tree, is_leaf)
+    leaves = [(segments_of(path), leaf) for path, leaf in keyed]
+    if len({path for path, _ in leaves}) < len(leaves):
+        _raise_of_twins(keyed)
+    return leaves
+
+
+def _raise_of_twins(keyed: Sequence[tuple[KeyPath, Any]]) -> None:
+    ways: dict[Segments, list[str]] = {}
+    for path, _ in keyed:
+        ways.setdefault(segments_of(path), []).append(jax.tree_util.keystr(path))
+    raise_together(
+        [f"{path_name(p)}: {' and '.join(keys)}" for p, keys in ways.items() if len(keys) > 1],
+        "leaves are matched by their paths, and these are alike; rename all but one of each:",
+    )
 
 
 def _unboxed(tree: Any, is_leaf: Callable[[Any], bool] | None) -> list[tuple[KeyPath, Any]]:

@@ -4,6 +4,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -103,14 +104,29 @@ def test_an_impossible_strategy_says_what_is_possible():
         plan({"w": struct(64, 512)}, rows, strategy="ring")
 
 
+def test_a_spec_without_a_mesh_is_an_error_that_names_the_leaf():
+    tree = {"rows": struct(64, 512), "whole": struct(64, 512), "bias": struct(512)}
+    specs = {"rows": P("fsdp"), "whole": P(), "bias": P("fsdp")}
+    with pytest.raises(ValueError, match=r"needs a mesh(?s:.*)  rows: got P\('fsdp',\)$"):
+        plan(tree, specs)
+    mesh = AbstractMesh((8,), ("fsdp",))
+    with jax.sharding.use_abstract_mesh(mesh):
+        within = plan(tree, specs)
+    named = {name: on(mesh, spec) for name, spec in specs.items()}
+    assert within == plan(tree, named)
+    assert within.bytes > 0
+
+
 def test_the_workspace_bounds_a_chunk():
     rows = on(AbstractMesh((8,), ("fsdp",)), P("fsdp"))
     tree = {f"w{i}": struct(1024, 1024) for i in range(64)}
     wide = plan(tree, rows, device="h100")
-    tight = plan(tree, rows, device="h100", max_workspace_bytes=6 * 1024 * 1024 * 2)
+    limit = 6 * 1024 * 1024 * 2
+    tight = plan(tree, rows, device="h100", max_workspace_bytes=limit)
     assert wide.rows[0].chunks == 1
     assert tight.rows[0].chunks == 8
     assert tight.bytes == wide.bytes
+    assert plan(tree, rows, device="h100", max_workspace_bytes=np.int64(limit)) == tight  # pyright: ignore[reportArgumentType]
 
 
 def test_figures_of_ones_own_decide():

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 from flax.traverse_util import flatten_dict
 
+from muon_optax import muon, report, scale_by_momentum
 from muon_optax.tree_paths import (
     align,
     cast_like,
@@ -90,6 +91,29 @@ def test_keys_of_every_kind():
 def test_containers_without_names_are_known():
     assert [has_unnamed(path) for path, _ in leaves_with_segments(Unnamed(W))] == [True]
     assert not any(has_unnamed(path) for path, _ in leaves_with_segments([{"<a>": W}, (W,)]))
+
+
+TWINS = {
+    "numbers": collections.OrderedDict([(0, W), ("0", W)]),
+    "tuples": collections.OrderedDict([(("a", "b"), W), ("a", {"b": W}), ("c", W)]),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("numbers", r"0: \[0\] and \['0'\]$"),
+        ("tuples", r"a/b: \[\('a', 'b'\)\] and \['a'\]\['b'\]$"),
+    ],
+)
+def test_leaves_of_one_path_are_an_error_that_names_both(kind, message):
+    for use in (leaves_with_segments, muon(0.1).init, scale_by_momentum().init, report):
+        with pytest.raises(ValueError, match=r"matched by their paths(?s:.*)  " + message):
+            use(TWINS[kind])
+
+
+def test_a_slash_in_a_name_makes_no_twin():
+    assert len(leaves_with_segments({"a/b": W, "a": {"b": W}})) == 2
 
 
 def test_absent_places_are_kept_on_request():
