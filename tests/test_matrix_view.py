@@ -86,7 +86,7 @@ def test_merge_undoes_split(view, shape):
     np.testing.assert_array_equal(bound.merge(parts), x)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 @given(
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
     groups=st.integers(1, 3),
