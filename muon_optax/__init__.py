@@ -1,9 +1,10 @@
 """Muon for JAX: orthogonalised momentum for weight matrices, AdamW for the rest."""
 
 from muon_optax.alias import muon
+from muon_optax.checkpoints import check_state
 from muon_optax.flax_views import flax_matrix_views
 from muon_optax.matrix_view import MatrixView, MuonDimensionNumbers
-from muon_optax.partition import MuonWarning
+from muon_optax.notices import MuonWarning
 from muon_optax.plans import Plan, plan
 from muon_optax.polar import newton_schulz
 from muon_optax.rules import Rule, default_rules
@@ -28,6 +29,7 @@ __all__ = [
     "Plan",
     "Rule",
     "UpdateStats",
+    "check_state",
     "default_rules",
     "flax_matrix_views",
     "muon",
