@@ -63,7 +63,8 @@ def usual_specs(
       True
     """
     unknown = [axis for axis in sizes if axis not in ROLES]
-    raise_together(unknown, f"mesh axes must be among {tuple(ROLES)}, or have specs; got:")
+    if unknown:
+        raise ValueError(f"mesh axes must be among {tuple(ROLES)} or have specs, got {unknown}")
     leaves = leaves_with_segments(params)
     given = align(views, params, what="matrix views", is_leaf=is_view)
     specs, problems = [], []

@@ -64,7 +64,7 @@ def test_columns():
 
 
 def test_unknown_axes_and_wrong_views():
-    with pytest.raises(ValueError, match=r"must be among.*'fsdp'.*got:\n  rows"):
+    with pytest.raises(ValueError, match=r"must be among.*'fsdp'.*got \['rows'\]"):
         usual_specs({"w": struct(4, 4)}, None, {"rows": 2})
     with pytest.raises(ValueError, match=r"can't be laid out:\n  w: .*axes must be"):
         usual_specs({"w": struct(4, 4)}, {"w": MuonDimensionNumbers(0, 5)}, FSDP)

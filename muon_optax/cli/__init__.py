@@ -8,11 +8,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from muon_optax.cli import parity
+from muon_optax.cli import parity, plan, report
 
 __all__ = ["main"]
 
-_COMMANDS = (parity,)
+_COMMANDS = (plan, report, parity)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,14 +1,13 @@
 """`python -m muon_optax parity`: the same run under PyTorch's FSDP2 and under JAX."""
 
 import argparse
-import json
-import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from muon_optax import recipes
+from muon_optax.cli.output import show, write_json
 from muon_optax.interop.parity.case import Case, Dtype, Optimizer, parse_mesh
 from muon_optax.interop.parity.launch import run_cases
 from muon_optax.interop.parity.replay import need_devices, replay
@@ -63,10 +62,10 @@ def run(args: argparse.Namespace) -> int:
     verdicts = []
     for verdict in judge(cases, port=args.port, timeout=args.timeout):
         verdicts.append(verdict)
-        _print(verdict.table(worst=args.worst))
+        show(verdict.table(worst=args.worst))
     if args.json is not None:
         found = [verdict.to_dict(worst=args.worst) for verdict in verdicts]
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(found, args.json)
     failed = [v.case.name for v in verdicts if not v.passed]
     if len(verdicts) > 1:
         print(f"{len(verdicts) - len(failed)} cases passed, {len(failed)} failed")
@@ -146,15 +145,3 @@ def judge(
             run_cases(folder, own, port=port, timeout=timeout)
             for i, case in enumerate(own):
                 yield replay(case, folder / f"{i}.npz")
-
-
-def _print(table: Any) -> None:
-    """With rich where that is installed and someone looks."""
-    if sys.stdout.isatty():
-        try:
-            from rich import print as show
-        except ImportError:
-            show = print
-        show(table)
-    else:
-        print(table, flush=True)

@@ -1,0 +1,103 @@
+"""`python -m muon_optax plan`: what an update receives and computes, for any model on any mesh."""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from muon_optax.cli.output import show, write_json
+from muon_optax.cli.target import add_arguments, check_dtype, read_target, shardings
+from muon_optax.plans import plan
+from muon_optax.sharding.cost import DEVICES
+from muon_optax.sharding.planner import STRATEGIES
+
+__all__ = ["add_parser", "parse_sizes", "run"]
+
+_MOST_DEVICES = 2**17
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the command to `python -m muon_optax`."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="what an update receives and computes, on a mesh that need not be there",
+        description=(
+            "Prints how Muon's matrices are brought together on each device of a mesh, with bytes, "
+            "FLOPs and time. Mesh axes named replica, data or dp replicate; fsdp shards one "
+            "dim of each matrix; tensor, tp or model the other; expert or ep the experts. "
+            "Exit code: 0, 1 where no leaf gets Muon, 2 for errors."
+        ),
+    )
+    add_arguments(parser)
+    parser.add_argument(
+        "--mesh",
+        metavar="AXIS=SIZE,...",
+        help="such as replica=4,fsdp=16, the last axes within a host; default: one device",
+    )
+    parser.add_argument(
+        "--fsdp", choices=("rows", "columns"), default="rows", help="which dim fsdp shards"
+    )
+    parser.add_argument(
+        "--device",
+        default="h100",
+        metavar="NAME",
+        help=f"whose speeds decide: {', '.join(DEVICES)}; default: h100",
+    )
+    parser.add_argument("--strategy", choices=("auto", *STRATEGIES), default="auto")
+    parser.add_argument("--ns-coeffs", default="jordan", help="name of a schedule")
+    parser.add_argument("--ns-dtype", help="of exchange and products; default: the parameters'")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the plan there; - prints it instead"
+    )
+    parser.set_defaults(run=run)
+
+
+def parse_sizes(text: str) -> dict[str, int]:
+    """Reads 'replica=4,fsdp=16'.
+
+    Raises:
+      ValueError: for another form.
+
+    Example:
+      >>> parse_sizes("replica=4,fsdp=16")
+      {'replica': 4, 'fsdp': 16}
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = part.strip().partition("=")
+        is_size = size.isascii() and size.isdigit() and 0 < len(size) < 10 and int(size) > 0
+        if not axis.isidentifier() or axis in sizes or not is_size:
+            raise ValueError(
+                f"--mesh is written like replica=4,fsdp=16, each axis once, got {text!r}"
+            )
+        sizes[axis] = int(size)
+    if math.prod(sizes.values()) > _MOST_DEVICES:
+        raise ValueError(f"--mesh may have {_MOST_DEVICES:,} devices at most, got {text!r}")
+    return sizes
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns the exit code."""
+    sizes = {} if args.mesh is None else parse_sizes(args.mesh)
+    if args.ns_dtype is not None:
+        check_dtype("--ns-dtype", args.ns_dtype)
+    target = read_target(args)
+    made = plan(
+        target.params,
+        shardings(target, sizes, args.fsdp),
+        ns_coeffs=args.ns_coeffs,
+        ns_dtype=args.ns_dtype,
+        muon_weight_dimension_numbers=target.views,
+        strategy=args.strategy,
+        device=args.device,
+    )
+    if args.json is not None:
+        write_json({"model": target.name, "mesh": sizes, **made.to_dict()}, args.json)
+    if args.json != Path("-"):
+        where = ", ".join(f"{axis}={size}" for axis, size in sizes.items()) or "one device"
+        print(f"{target.title} on {where}")
+        show(made)
+    for note in target.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return 0 if target.has_muon else 1

@@ -1,0 +1,264 @@
+"""The model that `plan` and `report` speak of: by name, or from files, with rules of one's own."""
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, NamedSharding
+
+from muon_optax.cli.rules_file import RulesFile, first_match, read_rules
+from muon_optax.cli.shape_files import read_shapes
+from muon_optax.layouts import ROLES, usual_specs
+from muon_optax.leaf_kinds import is_float_leaf
+from muon_optax.matrix_view import MuonDimensionNumbers, View, bind_view, is_view
+from muon_optax.models import MODELS, model_shapes
+from muon_optax.partition import NO_VIEW, NOT_FLOAT, check_rules
+from muon_optax.rules import Label, Rule, Shape, default_rules, has_run
+from muon_optax.tree_paths import Segments, align, leaves_with_segments, path_name, raise_together
+
+__all__ = ["Choice", "Target", "add_arguments", "check_dtype", "read_target", "shardings"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What a leaf gets: its optimizer, why, and for Muon its view."""
+
+    label: Label
+    reason: str
+    view: View | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A model and what is said of it.
+
+    Attributes:
+      name: as shown.
+      params: its parameters, as shapes.
+      views: the tree of matrix views, None where Muon isn't meant.
+      choices: one a leaf, in flattening order.
+      rules: the file of rules.
+    """
+
+    name: str
+    params: Any
+    views: Any
+    choices: tuple[Choice, ...]
+    rules: RulesFile
+
+    @property
+    def title(self) -> str:
+        """A line that says which model it is."""
+        size = sum(math.prod(x.shape) for x in jax.tree.leaves(self.params))
+        return f"{self.name}: {size:,} parameters"
+
+    @property
+    def notes(self) -> list[str]:
+        """What was probably not meant."""
+        pairs = zip(leaves_with_segments(self.params), self.choices, strict=True)
+        bare = [path_name(path) for (path, _), choice in pairs if choice.reason == NO_VIEW]
+        if not bare:
+            return []
+        more = f" and {len(bare) - 3} more" if len(bare) > 3 else ""
+        return [
+            "leaves with three or more dims and no [[views]] entry get AdamW: "
+            + ", ".join(bare[:3])
+            + more
+        ]
+
+    @property
+    def has_muon(self) -> bool:
+        """Whether any leaf gets Muon."""
+        return any(choice.label == "muon" for choice in self.choices)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that say which model is meant."""
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", metavar="NAME", help=f"a published model: {', '.join(MODELS)}")
+    which.add_argument(
+        "--shapes",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="safetensors files, of which only the headers are read, or JSON of names and shapes",
+    )
+    parser.add_argument(
+        "--rules",
+        type=Path,
+        metavar="FILE",
+        help="TOML with [[rules]] (pattern, label, reason), [[views]] (pattern and the fields of "
+        "MatrixView) and [[shardings]] (pattern, spec)",
+    )
+    parser.add_argument(
+        "--torch", action="store_true", help="the files' weights are [out, in], as torch has them"
+    )
+    parser.add_argument("--scanned", action="store_true", help="the model's layers are stacked")
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="of the model, or of JSON shapes without one"
+    )
+
+
+def read_target(args: argparse.Namespace) -> Target:
+    """The model that the arguments mean.
+
+    Raises:
+      OSError: for files that can't be read.
+      ValueError: for files and arguments that can't be used.
+    """
+    check_dtype("--dtype", args.dtype)
+    if args.torch and args.model:
+        raise ValueError("--torch is for --shapes: the models by name are [in, out]")
+    if args.scanned and args.shapes:
+        raise ValueError("--scanned is for --model: files say themselves what is stacked")
+    rules = RulesFile() if args.rules is None else read_rules(args.rules, torch=args.torch)
+    if args.model:
+        shapes = model_shapes(args.model, scanned=args.scanned, dtype=args.dtype)
+        known = dict(zip(_paths(shapes.params), _aligned(shapes.views, shapes.params), strict=True))
+        return _target(args.model, shapes.params, rules, _Names(lambda path, _: known[path]))
+    params = read_shapes(args.shapes, args.dtype)
+    name = args.shapes[0].name + (f" + {len(args.shapes) - 1}" if len(args.shapes) > 1 else "")
+    return _target(name, params, rules, _TORCH if args.torch else _PLAIN)
+
+
+def check_dtype(option: str, name: str) -> None:
+    """Raises for what is no floating-point dtype.
+
+    Raises:
+      ValueError: naming the option.
+    """
+    try:
+        is_float = jnp.issubdtype(jnp.dtype(name), jnp.floating)
+    except TypeError:
+        is_float = False
+    if not is_float:
+        raise ValueError(f"{option} must be a floating-point dtype, got {name!r}")
+
+
+def _paths(params: Any) -> list[Segments]:
+    return [path for path, _ in leaves_with_segments(params)]
+
+
+def _aligned(views: Any, params: Any) -> list[View | None]:
+    return align(views, params, what="matrix views", is_leaf=is_view)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Names:
+    """Conventions of a model.
+
+    Attributes:
+      view: the view of a leaf, if it can be a matrix.
+      order: a leaf's shape with the axes in the order [*window, in, out] that the rules know.
+    """
+
+    view: Callable[[Segments, Shape], View | None]
+    order: Callable[[Segments, Shape], Shape] = lambda _, shape: shape
+
+
+def _plain_view(path: Segments, shape: Shape) -> View | None:
+    del path
+    return MuonDimensionNumbers(0, 1) if len(shape) == 2 else None
+
+
+def _is_torch_kernel(path: Segments, shape: Shape) -> bool:
+    return len(shape) == 2 or (len(shape) > 2 and has_run(path, "conv*"))
+
+
+def _torch_view(path: Segments, shape: Shape) -> View | None:
+    inputs = tuple(range(1, len(shape)))
+    return MuonDimensionNumbers(inputs, 0) if _is_torch_kernel(path, shape) else None
+
+
+def _torch_order(path: Segments, shape: Shape) -> Shape:
+    return (*shape[2:], shape[1], shape[0]) if _is_torch_kernel(path, shape) else shape
+
+
+_PLAIN = _Names(_plain_view)
+_TORCH = _Names(_torch_view, _torch_order)
+
+
+def _target(name: str, params: Any, rules: RulesFile, names: _Names) -> Target:
+    check_rules((*rules.rules, *default_rules()), params)
+    _check_patterns(rules, _paths(params))
+    choices, problems = [], []
+    for path, leaf in leaves_with_segments(params):
+        try:
+            choices.append(_choose(path, leaf, rules, names))
+        except ValueError as error:
+            problems.append(f"{path_name(path)}: {error}")
+    raise_together(problems, "Muon can't take these leaves as declared:")
+    views = jax.tree.structure(params).unflatten([choice.view for choice in choices])
+    return Target(name, params, views, tuple(choices), rules)
+
+
+def _check_patterns(rules: RulesFile, paths: list[Segments]) -> None:
+    tables: dict[str, tuple[tuple[str, Any], ...]] = {
+        "views": rules.views,
+        "shardings": rules.shardings,
+    }
+    unused = [
+        f"[[{table}]] {pattern!r}"
+        for table, rows in tables.items()
+        for pattern, _ in rows
+        if not any(has_run(path, pattern) for path in paths)
+    ]
+    raise_together(unused, "these patterns match no leaf:")
+
+
+def _choose(path: Segments, leaf: Any, rules: RulesFile, names: _Names) -> Choice:
+    """As `muon` does: views that are given come first, then rules."""
+    shape = tuple(leaf.shape)
+    if not is_float_leaf(leaf):
+        return Choice("frozen", NOT_FLOAT)
+    given = first_match(rules.views, path)
+    if given is not None:
+        return Choice("muon", "matrix view given", bind_view(given, shape))
+    rule = _first_rule(rules.rules, path, names.order(path, shape))
+    if rule is not None and rule.label != "muon":
+        return Choice(rule.label, rule.reason)
+    view = names.view(path, shape)
+    if view is not None:
+        return Choice("muon", rule.reason if rule else "weight matrix", view)
+    if rule is not None:
+        raise ValueError(f"shape {shape}, labelled 'muon': needs two dims, or a [[views]] entry")
+    return Choice("adam", NO_VIEW)
+
+
+def _first_rule(own: tuple[Rule, ...], path: Segments, shape: Shape) -> Rule | None:
+    return next((rule for rule in (*own, *default_rules()) if rule.matches(path, shape)), None)
+
+
+def shardings(target: Target, sizes: Mapping[str, int], fsdp: Any) -> Any:
+    """How the leaves lie on a mesh that need not be there.
+
+    Args:
+      target: the model.
+      sizes: size of each mesh axis; none of them, and there is one device.
+      fsdp: 'rows' or 'columns', which dim fsdp would rather shard.
+
+    Returns:
+      A tree of NamedSharding, or None for one device.
+
+    Raises:
+      ValueError: for specs that don't fit, and axes of which nothing is known.
+    """
+    if not sizes:
+        return None
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    usual = {a: n for a, n in sizes.items() if a in ROLES or a not in target.rules.axes}
+    specs = usual_specs(target.params, target.views, usual, fsdp=fsdp)
+    found, problems = [], []
+    for path, spec in zip(_paths(target.params), jax.tree.leaves(specs), strict=True):
+        given = first_match(target.rules.shardings, path)
+        try:
+            found.append(NamedSharding(mesh, spec if given is None else given))
+        except ValueError as error:
+            problems.append(f"{path_name(path)}: {' '.join(str(error).split())}")
+    raise_together(problems, "these leaves can't lie as [[shardings]] says:")
+    return jax.tree.structure(target.params).unflatten(found)
