@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from muon_optax.matrix_view import MatrixView, MuonDimensionNumbers
-from muon_optax.partition import warn_about
+from muon_optax.notices import warn_about
 from muon_optax.rules import Label, Rule, Shape, has_run
 from muon_optax.tree_paths import Segments, leaves_with_segments, path_name, raise_together
 

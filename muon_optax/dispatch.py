@@ -16,9 +16,9 @@ from muon_optax.partition import (
     as_rules,
     assign,
     check_rules,
-    warn_of_surprises,
 )
 from muon_optax.sharding.specs import whole_shapes
+from muon_optax.surprises import warn_of_surprises
 from muon_optax.tree_paths import is_masked, leaves_with_segments, path_name, raise_together
 
 __all__ = ["dispatch"]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from muon_optax.leaf_kinds import check_arrays, is_float_leaf
 from muon_optax.matrix_view import MuonDimensionNumbers
-from muon_optax.partition import warn_about
+from muon_optax.notices import warn_about
 from muon_optax.rules import Rule, Shape, default_rules, words
 from muon_optax.tree_paths import (
     Segments,

@@ -7,20 +7,19 @@ ordered rules over a leaf's path and shape decide; the first that matches wins.
 import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from muon_optax.leaf_kinds import check_arrays, dtype_of, is_float_leaf
 from muon_optax.matrix_view import BoundView, MuonDimensionNumbers, View, bind_view, is_view
-from muon_optax.rules import LABELS, Label, Rule, Shape, default_rules, words
+from muon_optax.notices import MuonWarning
+from muon_optax.rules import LABELS, Label, Rule, Shape, default_rules
 from muon_optax.tree_paths import (
     Segments,
     align,
-    has_unnamed,
     is_absent,
     is_masked,
     leaves_with_segments,
@@ -30,31 +29,17 @@ from muon_optax.tree_paths import (
 )
 
 __all__ = [
+    "MATRIX",
     "NOT_FLOAT",
+    "NO_VIEW",
     "Assignment",
     "Decision",
-    "MuonWarning",
     "Partition",
     "Views",
     "as_rules",
     "assign",
     "check_rules",
-    "warn_about",
-    "warn_of_surprises",
 ]
-
-
-class MuonWarning(UserWarning):
-    """A choice of muon_optax that is right but may not be what was meant.
-
-    Example:
-      >>> import muon_optax
-      >>> with warnings.catch_warnings(record=True) as caught:
-      ...     warnings.simplefilter("always")
-      ...     state = muon_optax.muon(0.02).init({"bias": jnp.zeros(4)})
-      >>> caught[0].category is muon_optax.MuonWarning, str(caught[0].message)[:22]
-      (True, 'no leaf gets Muon; all')
-    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,81 +296,3 @@ def _winner(
 
 def _names(places: Sequence[tuple[Segments, Any]], most: int = 20) -> list[str]:
     return [path_name(path) for path, _ in places[:most]] + ["..."] * (len(places) > most)
-
-
-def warn_of_surprises(params: Any, assignment: Assignment) -> None:
-    """Warns, once for each kind, of what was probably not meant."""
-    decisions = assignment.decisions
-    if decisions and not any(d.label == "muon" for d in decisions):
-        reasons = ", ".join(dict.fromkeys(d.reason for d in decisions))
-        warn_about(
-            f"no leaf gets Muon; all of them get AdamW or are frozen (reasons: {reasons})",
-            decisions,
-        )
-    warn_about(
-        "leaves with three or more dims and no declared matrix view get AdamW; declare their views "
-        "with muon_weight_dimension_numbers (flax_matrix_views makes them for Flax models)",
-        [d for d in decisions if d.reason == NO_VIEW],
-    )
-    warn_about(
-        "leaves that look like stacked vectors (first dim as that of a stack beside them) get Muon",
-        _undeclared_stacks(decisions),
-    )
-    warn_about(
-        "leaves in containers registered without names (jax.tree_util.register_pytree_node) get "
-        "Muon by rules that can't see what they are",
-        [d for d in decisions if d.reason == MATRIX and has_unnamed(d.segments)],
-    )
-    warn_about(
-        "one array under several paths has different optimizers", _split_ties(params, decisions)
-    )
-
-
-class _Named(Protocol):
-    @property
-    def path(self) -> str: ...
-    @property
-    def shape(self) -> Shape: ...
-
-
-def warn_about(message: str, leaves: Sequence[_Named]) -> None:
-    """One warning for all these leaves; nothing where there are none."""
-    if leaves:
-        names = ", ".join(f"{leaf.path} {leaf.shape}" for leaf in leaves[:8])
-        more = f" and {len(leaves) - 8} more" if len(leaves) > 8 else ""
-        warnings.warn(f"{message}: {names}{more}", MuonWarning, stacklevel=3)
-
-
-def _undeclared_stacks(decisions: Sequence[Decision]) -> list[Decision]:
-    """Muon's 2-D leaves beside, or in one subtree of equal first dims with, a leaf of three dims.
-
-    A scanned block gives all its leaves the number of layers as first dim.
-    """
-    first_dims: dict[Segments, set[int]] = {}
-    for d in decisions:
-        if d.reason != NOT_FLOAT:
-            for above in _ancestors(d):
-                first_dims.setdefault(above, set()).add(d.shape[0] if d.shape else 0)
-    stacked = [d for d in decisions if d.reason == NO_VIEW]
-    beside = {(_ancestors(d)[0], d.shape[0]) for d in stacked}
-    blocks = {(a, d.shape[0]) for d in stacked for a in _ancestors(d) if len(first_dims[a]) == 1}
-    plain = [
-        (d, [(above, d.shape[0]) for above in _ancestors(d)])
-        for d in decisions
-        if d.reason == MATRIX
-    ]
-    return [d for d, places in plain if places[0] in beside or not blocks.isdisjoint(places)]
-
-
-def _ancestors(decision: Decision) -> list[Segments]:
-    """The paths above a leaf, nearest first."""
-    names = words(decision.segments)
-    return [names[:n] for n in range(max(len(names) - 1, 0), -1, -1)]
-
-
-def _split_ties(params: Any, decisions: Sequence[Decision]) -> list[Decision]:
-    groups: dict[int, list[Decision]] = {}
-    for leaf, decision in zip(jax.tree.leaves(params), decisions, strict=True):
-        if isinstance(leaf, jax.Array | np.ndarray):
-            groups.setdefault(id(leaf), []).append(decision)
-    return [d for g in groups.values() if len({d.label for d in g}) > 1 for d in g]

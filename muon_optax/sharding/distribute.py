@@ -1,7 +1,6 @@
 """From leaves to results: reads the layouts, plans, and runs each bucket."""
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 
 from muon_optax.checks import check_choice
 from muon_optax.matrix_view import BoundView
-from muon_optax.partition import MuonWarning
+from muon_optax.notices import warn_about
 from muon_optax.rules import has_run
 from muon_optax.sharding.cost import DeviceModel, device_model
 from muon_optax.sharding.execute import Prepare, run_bucket
@@ -112,7 +111,11 @@ class Distribution:
     ) -> list[jax.Array]:
         """Orthogonalises what `prepare` makes of each leaf's operands; see `run_bucket`."""
         results = [arrays[0].astype(x.dtype) for x, arrays in zip(leaves, operands, strict=True)]
-        _warn_of_unknown(leaves)
+        warn_about(
+            "on an Auto mesh the layout of traced arrays can't be seen, so the partitioner places "
+            "exchanges inside every Newton-Schulz step; give param_shardings to avoid that",
+            [leaf for leaf in leaves if not leaf.layout.is_known],
+        )
         for bucket in self.plan(leaves, solver)[1]:
             done = run_bucket(
                 bucket,
@@ -144,17 +147,3 @@ def _ends_whole(view: BoundView, layout: Layout, home: Layout) -> bool:
     is_known = bool(layout.known and home.known) and layout.mesh == home.mesh
     is_cut = layout.count(layout.axes_of(view.stack_axes)) > 1
     return is_known and is_cut and same_batch and not home.axes_of(view.stack_axes)
-
-
-def _warn_of_unknown(leaves: Sequence[Leaf]) -> None:
-    unknown = [leaf.path for leaf in leaves if not leaf.layout.is_known]
-    if unknown:
-        more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
-        warnings.warn(
-            "on an Auto mesh the layout of traced arrays can't be seen, so the partitioner places "
-            "exchanges inside every Newton-Schulz step; give param_shardings to avoid that: "
-            + ", ".join(unknown[:8])
-            + more,
-            MuonWarning,
-            stacklevel=2,
-        )

@@ -48,6 +48,11 @@ class Leaf:
     home: Layout | None = None
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """The whole leaf's."""
+        return self.layout.shape
+
+    @property
     def batch_axes(self) -> Axes:
         """Mesh axes over which whole matrices are spread."""
         return self.layout.axes_of(self.view.batch_axes)
