@@ -7,10 +7,11 @@ from muon_optax.matrix_view import MatrixView, MuonDimensionNumbers
 from muon_optax.notices import MuonWarning
 from muon_optax.plans import Plan, plan
 from muon_optax.polar import newton_schulz
+from muon_optax.reports import ParameterReport, report
 from muon_optax.rules import Rule, default_rules
 from muon_optax.sharding.cost import DeviceModel
 from muon_optax.sharding.state import state_shardings
-from muon_optax.tables import ParameterReport, UpdateStats, report, update_stats
+from muon_optax.statistics import UpdateStats, update_stats
 from muon_optax.transform import (
     MuonState,
     orthogonalize,

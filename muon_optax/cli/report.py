@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 from muon_optax.cli.output import show, write_json
 from muon_optax.cli.target import add_arguments, read_target
+from muon_optax.reports import ParameterReport, report
 from muon_optax.scaling import Scale
-from muon_optax.tables import ParameterReport, report
 
 __all__ = ["add_parser", "run"]
 

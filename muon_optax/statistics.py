@@ -1,0 +1,127 @@
+"""What updates look like: size, and range of singular values."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from muon_optax.matrix_view import BoundView
+from muon_optax.partition import Partition, Views, assign
+from muon_optax.sharding.auto import partitioned
+
+__all__ = ["UpdateStats", "update_stats"]
+
+
+class UpdateStats(NamedTuple):
+    """Size and shape of one leaf's update, as float32 scalars.
+
+    Attributes:
+      rms: root mean square of the elements.
+      sigma_min: smallest singular value of any of its matrices.
+      sigma_max: largest one.
+
+    Example:
+      >>> update_stats({"w": jnp.eye(4)})["w"].sigma_max.round(3).item()
+      1.0
+    """
+
+    rms: jax.Array
+    sigma_min: jax.Array
+    sigma_max: jax.Array
+
+
+def update_stats(
+    updates: Any,
+    *,
+    muon_weight_dimension_numbers: Views = None,
+    partition: Partition = None,
+    steps: int = 16,
+) -> dict[str, UpdateStats]:
+    """RMS and range of singular values of Muon's updates, to be logged in training.
+
+    The range comes from a few Lanczos steps on each matrix's Gram matrix, cheaper than one
+    Newton-Schulz product: both ends are estimates from inside, exact (to rounding) for matrices
+    with no more than `steps` rows or columns.
+
+    Args:
+      updates: updates as `muon` gives them (or any tree of its structure); jit-compatible.
+      muon_weight_dimension_numbers: as given to `muon`.
+      partition: as given to `muon`.
+      steps: Lanczos steps, 1 or more.
+
+    Returns:
+      The figures of each Muon leaf, by path. All are 0 for an empty leaf, and NaN where an update
+      holds NaN or infinity.
+
+    Raises:
+      ValueError: for steps out of range, or as `report` does.
+
+    Example:
+      >>> stats = update_stats({"w": jnp.diag(jnp.array([3.0, 4.0]))})["w"]
+      >>> [round(float(x), 4) for x in stats]
+      [2.5, 3.0, 4.0]
+    """
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps must be an integer of 1 or more, got {steps!r}")
+    decisions = assign(updates, muon_weight_dimension_numbers, partition).decisions
+    pairs = zip(decisions, jax.tree.leaves(updates), strict=True)
+    return {d.path: _stats(x, d.view, steps) for d, x in pairs if d.view is not None}
+
+
+def _stats(x: jax.Array, view: BoundView, steps: int) -> UpdateStats:
+    x = jnp.asarray(x)
+    x = x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32)
+    if x.size == 0:
+        return UpdateStats(*[jnp.zeros((), x.real.dtype)] * 3)
+    return partitioned(functools.partial(_stats_of_whole, view=view, steps=steps), x)
+
+
+@functools.partial(jax.jit, static_argnames=("view", "steps"))  # compiled once, eager calls too
+def _stats_of_whole(x: jax.Array, view: BoundView, steps: int) -> UpdateStats:
+    ranges = [_sigma_range(matrices, steps) for matrices in view.split(x)]
+    low = jnp.min(jnp.stack([low for low, _ in ranges]))
+    high = jnp.max(jnp.stack([high for _, high in ranges]))
+    size = _scale_of(x)
+    return UpdateStats(size * jnp.sqrt(jnp.mean(jnp.abs(x / size) ** 2)), low, high)
+
+
+def _scale_of(x: jax.Array, axis: tuple[int, ...] | None = None) -> jax.Array:
+    """The largest absolute value, kept as dims of 1 for a given axis; 1 where all are zero."""
+    size = jnp.max(jnp.abs(x), axis=axis, keepdims=axis is not None)
+    return jnp.where(size == 0, jnp.ones_like(size), size)
+
+
+def _sigma_range(x: jax.Array, steps: int) -> tuple[jax.Array, jax.Array]:
+    """Smallest and largest singular value in a stack (batch, m, n), by Lanczos."""
+    x = x if x.shape[1] <= x.shape[2] else x.mT
+    size = _scale_of(x, (1, 2))
+    x = x / size  # squares neither overflow nor vanish
+    batch, rows, _ = x.shape
+    steps = min(steps, rows)
+    directions = jax.random.normal(jax.random.key(0), (steps, rows), x.dtype)
+    directions /= jnp.linalg.norm(directions, axis=-1, keepdims=True)
+
+    def grow(k: jax.Array, basis: jax.Array) -> jax.Array:
+        v = _gram_times(x, basis[:, k - 1])
+        # A little of a fresh direction goes on where Lanczos would stop, as it does at once on a
+        # polar factor.
+        length = jnp.linalg.norm(v, axis=-1, keepdims=True)
+        v = v + 1e-3 * jnp.where(length > 0, length, 1) * directions[k]
+        for _ in range(2):  # twice is enough
+            v = v - _einsum("bki,bk->bi", basis, _einsum("bki,bi->bk", basis.conj(), v))
+        return basis.at[:, k].set(v / jnp.linalg.norm(v, axis=-1, keepdims=True))
+
+    start = jnp.zeros((batch, steps, rows), x.dtype).at[:, 0].set(directions[0])
+    basis = jax.lax.fori_loop(1, steps, grow, start)
+    projected = _einsum("bki,bij->bkj", basis.conj(), x)
+    values = jnp.linalg.svd(projected, compute_uv=False) * size[:, 0]
+    return jnp.min(values), jnp.max(values)
+
+
+def _gram_times(x: jax.Array, v: jax.Array) -> jax.Array:
+    return _einsum("bij,bj->bi", x, _einsum("bij,bi->bj", x.conj(), v))
+
+
+def _einsum(indices: str, *operands: jax.Array) -> jax.Array:
+    return jnp.einsum(indices, *operands, precision=jax.lax.Precision.HIGHEST)
