@@ -22,7 +22,7 @@ def rich_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]],
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, caption=note, box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, caption=note, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in header:
         table.add_column(name, overflow="fold")
     for row in rows:

@@ -5,6 +5,7 @@ parsed arguments that returns the exit code.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -31,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return args.run(args)
+    except BrokenPipeError:  # as in `plan ... | head`; Python would complain again on its way out
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (OSError, RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
