@@ -17,13 +17,13 @@ from muon_optax.checks import (
 from muon_optax.dispatch import dispatch
 from muon_optax.momentum import MomentumForm
 from muon_optax.partition import Partition, Views
-from muon_optax.polar import Method, PrecisionName, Preconditioning
+from muon_optax.polar import Coefficients, Method, PrecisionName, Preconditioning
 from muon_optax.scaling import Scale
 from muon_optax.sharding.cost import DeviceModel
 from muon_optax.sharding.distribute import StrategyRules
 from muon_optax.sharding.local import Orthogonalizer
 from muon_optax.sharding.memory import in_device_memory
-from muon_optax.transform import Coefficients, scale_by_muon, scale_by_shape
+from muon_optax.transform import scale_by_muon, scale_by_shape
 from muon_optax.wrappers import (
     chain_in_order,
     decayed_weights,

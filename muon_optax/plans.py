@@ -7,14 +7,13 @@ import jax
 
 from muon_optax.dtypes import compute_dtype
 from muon_optax.partition import Partition, Views, assign, check_rules
-from muon_optax.polar import Method, Preconditioning
+from muon_optax.polar import Coefficients, Method, Preconditioning
 from muon_optax.sharding.cost import DeviceModel, Strategy
 from muon_optax.sharding.distribute import Distribution, StrategyRules
-from muon_optax.sharding.local import Orthogonalizer
+from muon_optax.sharding.local import Orthogonalizer, make_solver
 from muon_optax.sharding.planner import Leaf, Share
 from muon_optax.sharding.specs import bare_spec, declared_specs, mesh_of
 from muon_optax.tables import format_table, rich_table
-from muon_optax.transform import Coefficients, make_solver
 from muon_optax.tree_paths import leaves_with_segments, path_name, raise_together
 
 __all__ = ["Plan", "PlanRow", "plan"]
@@ -192,7 +191,11 @@ def plan(
       ('all_to_all', True)
     """
     solver = make_solver(
-        ns_coeffs, ns_steps, False, preconditioning, ns_method, None, orthogonalizer
+        ns_coeffs,
+        ns_steps,
+        preconditioning=preconditioning,
+        method=ns_method,
+        orthogonalizer=orthogonalizer,
     )
     spread = Distribution(param_shardings, strategy, max_workspace_bytes, device)
     check_rules(partition, params)

@@ -6,32 +6,23 @@ state, so that the momentum mix is formed and rounded where the exchange between
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from muon_optax.checks import check_decay, check_flag, check_float_dtype
+from muon_optax.checks import check_decay, check_float_dtype
 from muon_optax.dtypes import compute_dtype, wide_dtype
 from muon_optax.leaf_kinds import is_float_leaf
 from muon_optax.matrix_view import BoundView, MuonDimensionNumbers
 from muon_optax.momentum import Momentum, MomentumForm, MuonState, Weights, mix
 from muon_optax.partition import Views, assign
-from muon_optax.polar import (
-    Method,
-    NewtonSchulz,
-    PrecisionName,
-    Preconditioning,
-    Row,
-    ScheduleName,
-    resolve_schedule,
-)
+from muon_optax.polar import Coefficients, Method, PrecisionName, Preconditioning
 from muon_optax.scaling import Scale, resolve_scaling
 from muon_optax.sharding.cost import DeviceModel
 from muon_optax.sharding.distribute import Distribution, StrategyRules
-from muon_optax.sharding.local import Orthogonalizer, Solver
+from muon_optax.sharding.local import Orthogonalizer, make_solver
 from muon_optax.sharding.memory import back, in_device_memory, to_declared_memory, to_device
 from muon_optax.sharding.specs import (
     Layout,
@@ -56,8 +47,6 @@ __all__ = [
     "scale_by_muon",
     "scale_by_shape",
 ]
-
-Coefficients = ScheduleName | Literal["standard"] | Row | Sequence[Row]
 
 
 def scale_by_momentum(
@@ -155,7 +144,13 @@ def orthogonalize(
     """
     check_float_dtype("ns_dtype", ns_dtype)
     solver = make_solver(
-        ns_coeffs, ns_steps, adaptive, preconditioning, ns_method, ns_precision, orthogonalizer
+        ns_coeffs,
+        ns_steps,
+        preconditioning=preconditioning,
+        method=ns_method,
+        precision=ns_precision,
+        orthogonalizer=orthogonalizer,
+        adaptive=adaptive,
     )
     spread = Distribution(param_shardings, strategy, max_workspace_bytes, device)
 
@@ -297,7 +292,13 @@ def scale_by_muon(
     buffer = Momentum(beta, mu_dtype, nesterov, bias_correction, momentum)
     check_float_dtype("ns_dtype", ns_dtype)
     solver = make_solver(
-        ns_coeffs, ns_steps, adaptive, preconditioning, ns_method, ns_precision, orthogonalizer
+        ns_coeffs,
+        ns_steps,
+        preconditioning=preconditioning,
+        method=ns_method,
+        precision=ns_precision,
+        orthogonalizer=orthogonalizer,
+        adaptive=adaptive,
     )
     lies = param_shardings if mu_shardings is None else mu_shardings
     spread = Distribution(lies, strategy, max_workspace_bytes, device)
@@ -376,25 +377,3 @@ def _bound_views(tree: Any, declared: Views) -> list[BoundView]:
     problems = [f"{d.path}: {d.reason}" for d in decisions if d.view is None]
     raise_together(problems, "Muon needs a matrix view for each of its leaves:")
     return [d.view for d in decisions if d.view is not None]
-
-
-def make_solver(
-    ns_coeffs: Coefficients,
-    ns_steps: int | None,
-    adaptive: bool,
-    preconditioning: Preconditioning | None,
-    ns_method: Method,
-    ns_precision: PrecisionName | None,
-    orthogonalizer: Orthogonalizer | None,
-) -> Solver:
-    """Checks the options, also those that an `orthogonalizer` leaves unused."""
-    check_flag("adaptive", adaptive)
-    schedule = resolve_schedule(ns_coeffs, ns_steps, preconditioning)
-    if isinstance(ns_precision, jax.lax.Precision):
-        ns_precision = cast(PrecisionName, ns_precision.name.lower())
-    iteration = NewtonSchulz(schedule, ns_method, None, ns_precision)
-    if orthogonalizer is None:
-        return Solver(iteration, adaptive)
-    if not callable(orthogonalizer):
-        raise TypeError(f"orthogonalizer must be a function, got {orthogonalizer!r}")
-    return Solver(orthogonalizer, adaptive)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -20,7 +20,14 @@ from muon_optax.polar.coefficients import (
     make_schedule,
 )
 
-Coefficients = ScheduleName | Sequence[float] | Sequence[Sequence[float]] | np.ndarray | jax.Array
+Coefficients = (
+    ScheduleName
+    | Literal["standard"]
+    | Sequence[float]
+    | Sequence[Sequence[float]]
+    | np.ndarray
+    | jax.Array
+)
 
 
 def resolve_schedule(

@@ -3,16 +3,25 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
 
+from muon_optax.checks import check_flag
 from muon_optax.dtypes import wide_dtype
 from muon_optax.matrix_view import BoundView
-from muon_optax.polar import Exchange, NewtonSchulz
+from muon_optax.polar import (
+    Coefficients,
+    Exchange,
+    Method,
+    NewtonSchulz,
+    PrecisionName,
+    Preconditioning,
+    resolve_schedule,
+)
 
-__all__ = ["Orthogonalizer", "Solver"]
+__all__ = ["Orthogonalizer", "Solver", "make_solver"]
 
 Orthogonalizer = Callable[[jax.Array], jax.Array]
 
@@ -69,6 +78,29 @@ class Solver:
         else:
             y = _checked(self.function(x), x)
         return _times(y, _inner(x, y)) if self.adaptive else y
+
+
+def make_solver(
+    ns_coeffs: Coefficients,
+    ns_steps: int | None,
+    *,
+    preconditioning: Preconditioning | None,
+    method: Method,
+    orthogonalizer: Orthogonalizer | None,
+    precision: PrecisionName | jax.lax.Precision | None = None,
+    adaptive: bool = False,
+) -> Solver:
+    """Checks the options, also those that an `orthogonalizer` leaves unused."""
+    check_flag("adaptive", adaptive)
+    schedule = resolve_schedule(ns_coeffs, ns_steps, preconditioning)
+    if isinstance(precision, jax.lax.Precision):
+        precision = cast(PrecisionName, precision.name.lower())
+    iteration = NewtonSchulz(schedule, method, None, precision)
+    if orthogonalizer is None:
+        return Solver(iteration, adaptive)
+    if not callable(orthogonalizer):
+        raise TypeError(f"orthogonalizer must be a function, got {orthogonalizer!r}")
+    return Solver(orthogonalizer, adaptive)
 
 
 def _checked(y: Any, x: jax.Array) -> jax.Array:
