@@ -155,6 +155,35 @@ def test_what_lacks_a_view_is_told(weights):
     assert err == f"{said}vision.proj.weight\n"
 
 
+def test_llama_as_published_for_torch_costs_what_the_model_by_name_does(tmp_path):
+    """The names and [out, in] shapes of the checkpoint, without its 16 GB."""
+    layer = {
+        "self_attn.q_proj": (4096, 4096),
+        "self_attn.k_proj": (1024, 4096),
+        "self_attn.v_proj": (1024, 4096),
+        "self_attn.o_proj": (4096, 4096),
+        "mlp.gate_proj": (14336, 4096),
+        "mlp.up_proj": (14336, 4096),
+        "mlp.down_proj": (4096, 14336),
+        "input_layernorm": (4096,),
+        "post_attention_layernorm": (4096,),
+    }
+    names = {f"model.layers.{i}.{k}.weight": v for i in range(32) for k, v in layer.items()}
+    names |= {"model.embed_tokens.weight": (128256, 4096), "lm_head.weight": (128256, 4096)}
+    path = write(
+        tmp_path / "llama.safetensors", header_of({**names, "model.norm.weight": (4096,)})[0]
+    )
+    own, named = ["--shapes", path, "--torch"], ["--model", "llama3-8b"]
+    totals = [data_of("plan", *which, "--mesh", "fsdp=64")["totals"] for which in (own, named)]
+    assert totals[0] == totals[1]
+    scales = [
+        sorted(scale for row in data_of("report", *which)["rows"] for scale in row["scales"])
+        for which in (own, named)
+    ]
+    assert scales[0] == scales[1]
+    assert run("report", *own)[1].startswith("llama.safetensors: 8,030,261,248 parameters\n")
+
+
 def test_a_header_alone_is_enough_and_parts_make_one_model(tmp_path):
     names = sorted(TORCH)
     for i, part in enumerate((names[:3], names[3:])):
