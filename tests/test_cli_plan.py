@@ -102,6 +102,16 @@ def test_the_table_says_what_and_where():
     assert "on one device" in run("plan", "--model", "gpt2-124m")[1]
 
 
+def test_rich_draws_it_where_someone_looks(monkeypatch, capsys):
+    argv = ["report", "--model", "gpt2-124m", "--scanned"]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    main(argv)
+    assert "───" in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "rich", None)
+    main(argv)
+    assert capsys.readouterr().out == run(*argv)[1]
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_is_reported_as_the_library_does(model):
     shapes = model_shapes(model, scanned=True)
