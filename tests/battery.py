@@ -37,7 +37,7 @@ def _tree(kernel: Any, seed: int) -> Any:
     return {"mlp": {"kernel": kernel, "bias": bias}, "embed": {"embedding": embedding}}
 
 
-TREES = [_tree(g, i) for i, g in enumerate(reference.gradients(0, *SHAPES["kernel"], 3))]
+TREES = [_tree(g, i) for i, g in enumerate(reference.gradients(0, 16, 32, steps=3))]
 PARAMS, *GRADS = TREES
 
 
