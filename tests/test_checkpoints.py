@@ -1,5 +1,7 @@
 """A run that is saved and restored goes on as if it had never stopped."""
 
+import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -288,3 +290,13 @@ def test_a_kill_during_saving_loses_nothing_already_saved(moment, path, tmp_path
         checkpoints.save(2, args=ocp.args.StandardSave(found))
         checkpoints.wait_until_finished()
         assert checkpoints.all_steps() == [1, 2]
+
+
+def test_the_pages_snippet_reads_what_it_saved():
+    page = (pathlib.Path(__file__).parents[1] / "docs" / "multiprocess.md").read_text()
+    (snippet,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(snippet, "multiprocess.md", "exec"), names)
+    assert_same(names["restored"], {"params": names["params"], "state": names["state"]})
+    for name, sharding in names["lies"].items():
+        sharded.assert_lies(names["restored"]["params"][name], sharding)
