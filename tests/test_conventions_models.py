@@ -13,7 +13,7 @@ import sharded
 from battery import GRADS, PARAMS, SPECS, assert_close, everywhere, momentum, plain
 from flax import nnx
 from flax.training.train_state import TrainState
-from running import apply_updates
+from running import apply_updates, first_update
 
 from muon_optax import MuonDimensionNumbers, muon
 
@@ -156,10 +156,8 @@ def test_equinox_layers_are_out_by_in():
     params = eqx.filter(model, eqx.is_inexact_array)
     views = jax.tree.map(lambda x: MuonDimensionNumbers(1, 0) if x.ndim == 2 else None, params)
     tx: Any = muon(1.0, muon_weight_dimension_numbers=views)
-    updates, _ = tx.update(params, tx.init(params), params)
-    plain_tx: Any = muon(1.0)
-    kernel = {"kernel": params.weight.T}
-    want, _ = plain_tx.update(kernel, plain_tx.init(kernel), kernel)
+    updates = first_update(tx, params, jit=True)
+    want = first_update(muon(1.0), {"kernel": params.weight.T}, jit=True)
     assert_close(updates.weight.T, want["kernel"])
     sigma = np.linalg.svd(updates.weight, compute_uv=False)
     assert 2 * 0.6 < sigma.min() <= sigma.max() < 2 * 1.25  # fan-out is four times fan-in

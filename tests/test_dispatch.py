@@ -98,22 +98,6 @@ def test_tree_map_params_through_a_placeholder(frozen):
     assert int(got.inner_states["muon"].inner_state[0].count) == 0
 
 
-def test_tree_map_params_with_a_second_tree():
-    for views in (None, {"mlp": {"kernel": MuonDimensionNumbers(), "bias": None}, "embed": None}):
-        tx: Any = muon(0.1, muon_weight_dimension_numbers=views)
-        state = tx.init(PARAMS)
-        scales = {"mlp": {"kernel": 2.0, "bias": 3.0}, "embed": {"embedding": 4.0}}
-        got: Any = optax.tree_map_params(
-            tx,
-            lambda x, scale: x if isinstance(x, optax.MaskedNode) else x + scale,
-            state,
-            scales,
-            is_leaf=lambda x: isinstance(x, optax.MaskedNode),
-        )
-        assert float(got.inner_states["muon"].inner_state[0].mu["mlp"]["kernel"][0, 0]) == 2
-        assert float(got.inner_states["adam"].inner_state[0].mu["mlp"]["bias"][0]) == 3
-
-
 def mixed_tree() -> Any:
     return {
         "w": jnp.ones((4, 6)),
