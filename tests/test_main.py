@@ -59,7 +59,7 @@ def test_the_exit_code_says_whether_it_holds(monkeypatch, capsys):
     [
         (["--ranks", "3", "--mesh", "fsdp=2"], "--mesh fsdp=2 is of 2 ranks, not --ranks 3"),
         (["--recipe", "dion", "--optimizer", "torch"], "has the conventions of torch_muon"),
-        (["--ranks", "64"], "needs 64 devices"),
+        (["--ranks", "9"], "at most 8 replicas and shards, got (('fsdp', 9),)"),
         (["--steps", "0"], "steps must be positive"),
     ],
 )

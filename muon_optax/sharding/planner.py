@@ -367,7 +367,10 @@ def _reason(strategy: Strategy, leaf: Leaf, count: int, work: Work) -> str:
     if leaf.strategy != "auto":
         return "asked for"
     if strategy == "local":
-        return "matrices are whole here" if work.count(leaf.layout.free) == 1 else "tiny"
+        alone = work.count(leaf.layout.free) == 1
+        return (
+            "matrices are whole here" if alone else "repeating it takes less time than sharing it"
+        )
     if strategy == "all_to_all" and count < work.owners:
         return f"{count} matrices for {work.owners} owners, the least busy ones"
     return {

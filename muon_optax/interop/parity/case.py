@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-__all__ = ["AXES", "Case", "Dtype", "Optimizer", "parse_mesh", "read_cases", "write_cases"]
+__all__ = [
+    "AXES",
+    "SEQUENCES",
+    "Case",
+    "Dtype",
+    "Optimizer",
+    "parse_mesh",
+    "read_cases",
+    "write_cases",
+]
 
 Optimizer = Literal["reference", "torch", "muon_fsdp2"]
 Dtype = Literal["float32", "float64"]
@@ -15,6 +24,7 @@ Mesh = tuple[tuple[str, int], ...]
 
 # What each mesh axis does, in the order in which torch wants them.
 AXES = ("replica", "fsdp", "tp")
+SEQUENCES = 8  # of a batch: each replica and shard has one at least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +101,8 @@ def _check_mesh(mesh: Mesh) -> None:
         )
     if names == list(AXES):
         raise ValueError(f"mesh may have replica or tp beside fsdp, not both, got {mesh}")
+    if math.prod(size for name, size in mesh if name != "tp") > SEQUENCES:
+        raise ValueError(f"mesh may have at most {SEQUENCES} replicas and shards, got {mesh}")
 
 
 def parse_mesh(text: str) -> Mesh:

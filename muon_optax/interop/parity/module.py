@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from muon_optax.interop.parity.case import Case
+from muon_optax.interop.parity.case import SEQUENCES, Case
 
 __all__ = ["Model", "batch", "sharded_model"]
 
@@ -26,7 +26,6 @@ WIDTH = 16
 UNEVEN = 13
 HIDDEN = 24
 LENGTH = 12
-SEQUENCES = 8
 
 
 class Model(nn.Module):
