@@ -1,27 +1,22 @@
-"""What an update of Llama-3-8B receives, compiled for GPUs and TPUs that need not be there.
+"""What a step of Llama-3-8B receives, overlaps and needs, compiled for machines that aren't here.
 
-    python benchmarks/aot_bytes.py cuda --devices 8 64 512 --output aot_bytes.json
+    python benchmarks/aot_bytes.py cuda --devices 8 64 512 1024 --output aot_bytes.json
     python benchmarks/aot_bytes.py tpu --devices 8 64 512 --output aot_bytes.json
 
 Each platform wants a virtual environment of its own, as the plugins would otherwise claim the CPU
 process: `pip install jax jax-cuda13-plugin jax-cuda13-pjrt optax`, all of one JAX version, and
-`pip install jax libtpu optax`. No accelerator is looked for. Records of other platforms and sizes
-that the output holds already are kept.
+`pip install jax libtpu optax`; `make bench-aot` makes both. No accelerator is looked for. Records
+of other platforms and sizes that the output holds already are kept.
 
-All matrices are bfloat16, layers stacked. The bytes are read from the optimised program, and set
-against the formulas of the strategies that the plan chose, and of those with the fewest bytes:
-
-    gather      L mn b f                    each matrix whole on every device
-    all_to_all  2 ceil(L / N) mn b f        each matrix whole on one device, and back
-    gram        2 (1 + r) ceil(L / N) m² 4 (N - 1)   where its long side alone is sharded
-
-with L matrices m x n (m <= n) of b bytes an element, N devices to a replica, f = (N - 1) / N and r
-restarts. Where R replicas share the work, L is ceil(L / R), and each receives the results of the
-others. The fastest plan need not be the one with the fewest bytes: replicas lie on slower networks.
+The step updates all parameters, bfloat16, the AdamW leaves too; parameters and state are donated.
+The bytes are read from the optimised program, and set against the formulas of the strategies that
+the plan chose, and of those with the fewest bytes. The fastest plan need not be the one with the
+fewest: replicas lie on slower networks. `optax.contrib.muon` is measured beside, on the same mesh
+with Auto axes (it raises on Explicit ones).
 """
 
 import argparse
-import dataclasses
+import itertools
 import json
 import math
 import os
@@ -36,68 +31,23 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import jax
 import numpy as np
+import optax
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from benchmarks.aot_formulas import chosen_bytes, fewest_bytes, ideal_flops, largest_bytes
 from benchmarks.compiled import read_program
-from muon_optax import MuonDimensionNumbers, Plan, plan, scale_by_muon, state_shardings
-from muon_optax.polar import NewtonSchulz, resolve_schedule
+from benchmarks.schedule import read_schedule
+from benchmarks.shapes import LAYOUTS as KINDS
+from benchmarks.shapes import Case, model_on, plain_views
+from muon_optax import Plan, muon, plan
+from muon_optax.sharding.cost import DEVICES
 
-LAYERS, ITEMSIZE, RESTARTS = 32, 2, 1
+MODEL = "llama3-8b"
+LAYOUTS = ("fsdp_rows", "fsdp_columns", "hsdp", "fsdp_tp")
+CONTESTANTS = ("muon_optax", "optax")
+DEVICE = {"cuda": "h100", "tpu": "tpu_v5p"}
 TPU_SHAPES = {8: "2x2x2", 64: "4x4x4", 512: "8x8x8"}
-STACK = MuonDimensionNumbers(1, 2)
-# [fan-in, fan-out], and whether tensor parallelism cuts the output (else the input).
-KERNELS = {
-    "q": (4096, 4096, True),
-    "k": (4096, 1024, True),
-    "v": (4096, 1024, True),
-    "o": (4096, 4096, False),
-    "gate": (4096, 14336, True),
-    "up": (4096, 14336, True),
-    "down": (14336, 4096, False),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """A way to lay the parameters out.
-
-    Attributes:
-      name: as shown in the results.
-      axes: names of the mesh axes; the last one lies within a host.
-      inner: size of the last of two axes, at most.
-      specs: mesh axes on the fan-in and the fan-out, for kernels cut along either by TP.
-    """
-
-    name: str
-    axes: tuple[str, ...]
-    inner: int
-    column_parallel: tuple[str | None, str | None]
-    row_parallel: tuple[str | None, str | None]
-
-    def sizes(self, devices: int) -> dict[str, int]:
-        """Size of each mesh axis."""
-        if len(self.axes) == 1:
-            return {self.axes[0]: devices}
-        inner = min(self.inner, devices // 2)
-        return dict(zip(self.axes, (devices // inner, inner), strict=True))
-
-    def spec(self, kernel: str) -> tuple[str | None, str | None]:
-        """Mesh axes on the fan-in and the fan-out of a kernel."""
-        return self.column_parallel if KERNELS[kernel][2] else self.row_parallel
-
-    def shards(self, kernel: str, sizes: dict[str, int]) -> int:
-        """Number of devices that a kernel is cut over."""
-        return math.prod(sizes[axis] for axis in self.spec(kernel) if axis)
-
-
-ROWS, COLUMNS = ("fsdp", None), (None, "fsdp")
-LAYOUTS = (
-    Layout("fsdp_rows", ("fsdp",), 0, ROWS, ROWS),
-    Layout("fsdp_columns", ("fsdp",), 0, COLUMNS, COLUMNS),
-    Layout("hsdp_rows", ("replica", "fsdp"), 8, ROWS, ROWS),
-    Layout("fsdp_tp", ("fsdp", "tensor"), 8, ("fsdp", "tensor"), ("tensor", "fsdp")),
-)
 
 
 def make_mesh(platform: str, sizes: dict[str, int]) -> Mesh:
@@ -115,119 +65,123 @@ def make_mesh(platform: str, sizes: dict[str, int]) -> Mesh:
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def formula(strategy: str, count: int, kernel: str, shards: int, sharing: int) -> float:
-    """Bytes of so many matrices like a kernel's under a strategy."""
-    fan_in, fan_out, _ = KERNELS[kernel]
-    matrix, mine = fan_in * fan_out * ITEMSIZE, math.ceil(count / sharing)
-    owned = math.ceil(mine / shards)
-    inside = {
-        "local": 0.0,
-        "gather": mine * matrix * (shards - 1) / shards,
-        "all_to_all": 2 * owned * matrix * (shards - 1) / shards,
-        "gram": 2 * (1 + RESTARTS) * owned * min(fan_in, fan_out) ** 2 * 4 * (shards - 1),
-    }[strategy]
-    return inside + mine * matrix / shards * (sharing - 1)
-
-
-def chosen_bytes(promised: Plan, layout: Layout, sizes: dict[str, int]) -> float:
-    """The formulas' bytes of what the plan chose."""
-    return sum(
-        formula(
-            row.strategy,
-            row.count,
-            row.leaves[0],
-            layout.shards(row.leaves[0], sizes),
-            math.prod(sizes[a] for a in row.share_axes),
+def compile_step(
+    contestant: str, case: Case, where: Any, device: str
+) -> tuple[jax.stages.Compiled, float]:
+    """(params, grads, state) -> (params, state), compiled, and the seconds that took."""
+    if contestant == "optax":
+        tx = optax.contrib.muon(
+            0.02, muon_weight_dimension_numbers=plain_views(case.views), weight_decay=0.1
         )
-        for row in promised.rows
-    )
-
-
-def fewest_bytes(layout: Layout, sizes: dict[str, int]) -> float:
-    """The formulas' bytes of the strategies with the fewest, all matrices of a shape together."""
-    groups: dict[tuple, list[str]] = {}
-    for kernel, (fan_in, fan_out, _) in KERNELS.items():
-        groups.setdefault((fan_in, fan_out, layout.spec(kernel)), []).append(kernel)
-    total = 0.0
-    for (fan_in, fan_out, spec), kernels in groups.items():
-        shards = layout.shards(kernels[0], sizes)
-        along_input, along_output = (axis is not None for axis in spec)
-        only_long = along_output < along_input if fan_in > fan_out else along_input < along_output
-        possible = ("gather", "all_to_all", *(("gram",) if only_long else ()))
-        total += min(
-            formula(strategy, LAYERS * len(kernels), kernels[0], shards, sharing)
-            for strategy in possible
-            for sharing in {1, math.prod(sizes.values()) // shards}
+    else:
+        tx = muon(
+            0.02,
+            muon_weight_dimension_numbers=case.views,
+            weight_decay=0.1,
+            param_shardings=where,
+            device=device,
         )
-    return total
+    shapes = jax.eval_shape(tx.init, case.params)
+    lies = _like_params(shapes, where)
+    state = _placed(shapes, lies)
+    params = _placed(case.params, where)
 
+    def step(params, grads, state):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
 
-def ideal_flops(devices: int) -> float:
-    """FLOPs of the busiest device where all is shared as well as can be."""
-    newton_schulz = NewtonSchulz(resolve_schedule())
-    each = [newton_schulz.flops(m, n, "bfloat16") for m, n, _ in KERNELS.values()]
-    return max(LAYERS * sum(each) / devices, max(each))
-
-
-def compile_update(
-    platform: str, layout: Layout, sizes: dict[str, int]
-) -> tuple[jax.stages.Compiled, Plan]:
-    """The compiled update, and its plan."""
-    mesh = make_mesh(platform, sizes)
-    where = {k: NamedSharding(mesh, PartitionSpec(None, *layout.spec(k))) for k in KERNELS}
-    params = {
-        k: jax.ShapeDtypeStruct((LAYERS, m, n), "bfloat16", sharding=where[k])
-        for k, (m, n, _) in KERNELS.items()
-    }
-    device = {"cuda": "h100", "tpu": "tpu_v5p"}[platform]
-    tx = scale_by_muon(weight_dimension_numbers=STACK, param_shardings=where, device=device)
-    lies = state_shardings(tx, params, where)
-    state = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        jax.eval_shape(tx.init, params),
-        lies,
-    )
-    lowered = jax.jit(tx.update, out_shardings=(where, lies)).lower(params, state)
-    promised = plan(
-        params, where, muon_weight_dimension_numbers=dict.fromkeys(KERNELS, STACK), device=device
-    )
-    return lowered.compile(), promised
-
-
-def measure(platform: str, layout: Layout, devices: int) -> dict[str, Any]:
-    """One record of the results."""
     start = time.perf_counter()
-    sizes = layout.sizes(devices)
-    compiled, promised = compile_update(platform, layout, sizes)
-    program, memory = read_program(compiled), compiled.memory_analysis()
-    chosen, fewest = chosen_bytes(promised, layout, sizes), fewest_bytes(layout, sizes)
-    return {
+    jitted = jax.jit(step, out_shardings=(where, lies), donate_argnums=(0, 2))
+    compiled = jitted.lower(params, params, state).compile()
+    return compiled, time.perf_counter() - start
+
+
+def _like_params(state: Any, where: Any) -> Any:
+    """Where a state lies: each moment like its parameter, whose path its own ends with."""
+    flat = jax.tree_util.tree_leaves_with_path(where)
+    whole = NamedSharding(flat[0][1].mesh, PartitionSpec())
+
+    def find(path, _):
+        return next((s for end, s in flat if path[-len(end) :] == end), whole)
+
+    return jax.tree_util.tree_map_with_path(find, state)
+
+
+def _placed(shapes: Any, where: Any) -> Any:
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, where
+    )
+
+
+def measure(
+    platform: str, layout: str, devices: int, contestant: str, is_scanned: bool
+) -> dict[str, Any]:
+    """One record of the results."""
+    device = DEVICE[platform]
+    case = model_on(MODEL, layout, devices=devices, scanned=is_scanned)
+    mesh = make_mesh(platform, case.sizes)
+    where = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        case.specs,
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
+    compiled, seconds = compile_step(contestant, case, where, device)
+    text = compiled.as_text() or ""
+    program, schedule = read_program(text), read_schedule(text, DEVICES[device])
+    workspace, fewest = _workspace(compiled), fewest_bytes(case)
+    record = {
         "platform": platform,
         "devices": devices,
-        "layout": layout.name,
-        "mesh": sizes,
+        "layout": layout,
+        "scanned": is_scanned,
+        "contestant": contestant,
+        "mesh": case.sizes,
+        "received": program.received,
+        "received_by_kind": program.received_by_kind,
+        "collectives": program.counts,
+        "fewest": round(fewest),
+        "ratio_to_fewest": round(program.received / fewest, 4),
+        "flops_in_program": program.flops,
+        "exchanges_between_products": program.exchanges_between_products,
+        "share_overlapped": round(schedule.share_covered, 4),
+        "share_hidden_by_model": round(schedule.share_hidden, 4),
+        "model_seconds": round(schedule.seconds, 6),
+        "workspace": workspace,
+        "workspace_in_largest_matrices": round(workspace / largest_bytes(case), 2),
+        "seconds_to_compile": round(seconds, 1),
+    }
+    if contestant == "optax":
+        return record
+    promised = plan(case.params, where, muon_weight_dimension_numbers=case.views, device=device)
+    return record | _promises(promised, program.received, case)
+
+
+def _workspace(compiled: jax.stages.Compiled) -> int:
+    """Bytes that a device needs beyond parameters, gradients and state."""
+    memory: Any = compiled.memory_analysis()
+    return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+
+
+def _promises(promised: Plan, received: int, case: Case) -> dict[str, Any]:
+    """What the plan says, and how the program keeps to it."""
+    chosen = chosen_bytes(promised, case)
+    return {
         "strategies": [
             f"{row.count} {row.strategy}" + f" over {row.share_axes}" * bool(row.share_axes)
             for row in promised.rows
         ],
-        "received": program.received,
-        "received_by_kind": program.received_by_kind,
-        "collectives": program.counts,
         "formula": round(chosen),
-        "ratio": round(program.received / chosen, 4),
-        "fewest": round(fewest),
-        "ratio_to_fewest": round(program.received / fewest, 4),
+        "ratio": round(received / chosen, 4),
+        "plan_bytes": promised.bytes,
+        "plan_seconds": round(promised.seconds, 6),
         "busiest_flops": promised.flops,
-        "busiest_ratio": round(promised.flops / ideal_flops(devices), 4),
-        "exchanges_between_products": program.exchanges_between_products,
-        "workspace": memory.temp_size_in_bytes if memory else None,
-        "seconds_to_compile": round(time.perf_counter() - start, 1),
+        "busiest_ratio": round(promised.flops / ideal_flops(case), 4),
     }
 
 
 def keep(records: list[dict[str, Any]], path: Path) -> None:
-    """Writes records beside those of other platforms, sizes and layouts."""
-    names = ("platform", "devices", "layout")
+    """Writes records beside those of other programs."""
+    names = ("platform", "devices", "layout", "scanned", "contestant")
     old = json.loads(path.read_text())["records"] if path.exists() else []
     merged = {tuple(r[n] for n in names): r for r in (*old, *records)}
     data = {"jax": jax.__version__, "records": [merged[k] for k in sorted(merged)]}
@@ -239,16 +193,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("platform", choices=("cuda", "tpu"))
     parser.add_argument("--devices", type=int, nargs="+", default=[8, 64, 512])
-    parser.add_argument("--layouts", nargs="+", default=[layout.name for layout in LAYOUTS])
+    parser.add_argument("--layouts", nargs="+", choices=sorted(KINDS), default=LAYOUTS)
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=["muon_optax"])
+    parser.add_argument("--unstacked", action="store_true", help="a leaf a layer")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    for devices in arguments.devices:
-        for layout in LAYOUTS:
-            if layout.name in arguments.layouts:
-                record = measure(arguments.platform, layout, devices)
-                print(json.dumps(record), flush=True)
-                if arguments.output:
-                    keep([record], arguments.output)
+    for devices, layout, contestant in itertools.product(
+        arguments.devices, arguments.layouts, arguments.contestants
+    ):
+        record = measure(arguments.platform, layout, devices, contestant, not arguments.unstacked)
+        print(json.dumps(record), flush=True)
+        if arguments.output:
+            keep([record], arguments.output)
 
 
 if __name__ == "__main__":

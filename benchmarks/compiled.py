@@ -18,7 +18,7 @@ import jax
 
 from benchmarks.hlo import Groups, Instruction, Module, array_sizes, parse
 
-__all__ = ["Collective", "Program", "read_program"]
+__all__ = ["Collective", "Counter", "Program", "Total", "read_program"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +116,7 @@ def read_program(program: jax.stages.Compiled | str) -> Program:
     """
     text = program if isinstance(program, str) else program.as_text()
     module = parse(text or "")
-    total = _Counter(module).count(module.entry)
+    total = Counter(module).count(module.entry)
     flow = _Flow(module)
     flow.run(module.entry, [])
     instructions = sum(map(len, module.computations.values()))
@@ -124,53 +124,57 @@ def read_program(program: jax.stages.Compiled | str) -> Program:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Total:
+class Total:
+    """Collectives and FLOPs of a part of a program."""
+
     collectives: tuple[Collective, ...] = ()
     flops: int = 0
 
-    def __add__(self, other: "_Total") -> "_Total":
-        return _Total(self.collectives + other.collectives, self.flops + other.flops)
+    def __add__(self, other: "Total") -> "Total":
+        return Total(self.collectives + other.collectives, self.flops + other.flops)
 
-    def __mul__(self, times: int) -> "_Total":
+    def __mul__(self, times: int) -> "Total":
         repeated = (dataclasses.replace(c, times=c.times * times) for c in self.collectives)
-        return _Total(tuple(repeated), self.flops * times)
+        return Total(tuple(repeated), self.flops * times)
 
 
-class _Counter:
+class Counter:
     """Counts what computations cost."""
 
     def __init__(self, module: Module):
         self._module = module
         self.count = functools.cache(self._count)
+        self._types = functools.cache(
+            lambda name: {i.name: i.type for i in module.computations[name]}
+        )
 
-    def _count(self, name: str) -> _Total:
-        total = _Total()
-        types = {i.name: i.type for i in self._module.computations[name]}
-        for i in self._module.computations[name]:
-            if i.collective:
-                total += self._collective(i, i.collective)
-            elif i.is_product:
-                total += _Total(flops=_product_flops(i, [types[o] for o in i.operands[:2]]))
-            elif i.called:
-                total += self._calls(i)
-        return total
+    def _count(self, name: str) -> Total:
+        return sum((self.one(name, i) for i in self._module.computations[name]), Total())
 
-    def _collective(self, i: Instruction, kind: str) -> _Total:
-        one = Collective(kind, i.result_bytes, i.groups(self._module.devices))
-        return _Total((one,) if one.received else ())
+    def one(self, name: str, i: Instruction) -> Total:
+        """What one instruction of a computation costs, with all that it calls."""
+        if i.collective:
+            found = Collective(i.collective, i.result_bytes, i.groups(self._module.devices))
+            return Total((found,) if found.received else ())
+        if i.is_product:
+            types = self._types(name)
+            return Total(flops=_product_flops(i, [types[o] for o in i.operands[:2]]))
+        return self._calls(i) if i.called else Total()
 
-    def _calls(self, i: Instruction) -> _Total:
+    def _calls(self, i: Instruction) -> Total:
         inner = [self.count(name) for name in i.called]
         if i.opcode == "conditional":
             most = max(inner, key=lambda total: _received(total.collectives))
-            return _Total(most.collectives, max(total.flops for total in inner))
-        total = sum(inner, _Total())
-        if i.opcode != "while" or total == _Total():
-            return total
-        times = i.trip_count or self._limit(i)
+            return Total(most.collectives, max(total.flops for total in inner))
+        total = sum(inner, Total())
+        return total if i.opcode != "while" or total == Total() else total * self.times(i)
+
+    def times(self, loop: Instruction) -> int:
+        """How often a loop's body runs; raises ValueError where nothing says it."""
+        times = loop.trip_count or self._limit(loop)
         if times is None:
-            raise ValueError(f"the loop {i.name} has no known trip count")
-        return total * times
+            raise ValueError(f"the loop {loop.name} has no known trip count")
+        return times
 
     def _limit(self, loop: Instruction) -> int | None:
         """What an integer counter is compared with, where the compiler notes no trip count.

@@ -15,6 +15,10 @@ _GEMM_TARGETS = ("matmul", "gemm")  # __onednn$matmul, __cublas$gemm, __cublas$l
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
+_MESH_GROUPS = re.compile(
+    r"replica_groups=mesh\[(?P<sizes>[^\]]*)\](?:, device_ids=\((?P<ids>[^ ]*)\))? ?"
+    r"\{(?P<axes>.*?)\}"
+)
 _CALLED = re.compile(r"(?:calls|body|true_computation|false_computation)=%?([\w.\-]+)")
 
 
@@ -88,21 +92,16 @@ class Instruction:
         if pairs := self.attribute(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}"):
             return tuple(pair for pair in _lists(pairs) if pair[0] != pair[1])
         if shape := self.attribute(r"replica_groups=\[([\d,]+)\]<="):
-            ids = np.arange(devices).reshape(self._ints(r"replica_groups=\S+<=\[([\d,]+)\]"))
-            if order := self._ints(r"replica_groups=\S+\]T\(([\d,]+)\)"):
-                ids = ids.transpose(order)
-            return tuple(map(tuple, ids.reshape([int(n) for n in shape.split(",")]).tolist()))
-        if sizes := self.attribute(r"replica_groups=mesh\[([^\]]*)\] ?\{"):
+            ids = _order(self.attribute(r"replica_groups=\S+?<=(\S+?\]\S*)") or "")
+            return tuple(map(tuple, ids.reshape(_ints(shape)).tolist()))
+        if found := _MESH_GROUPS.search(self.attributes):
             return _along_axes(
-                sizes, self.attribute(r"replica_groups=mesh\[.*?\] ?\{(.*?)\}") or ""
+                found["sizes"], found["axes"], _order(found["ids"] or f"[{devices}]")
             )
         listed = self.attribute(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
         if listed is None:
             raise ValueError(f"no replica groups that can be read in {self.attributes[:200]!r}")
         return _lists(listed) or (tuple(range(devices)),)
-
-    def _ints(self, pattern: str) -> list[int]:
-        return [int(n) for n in (self.attribute(pattern) or "").split(",") if n]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +208,18 @@ def _lists(text: str) -> Groups:
     return tuple(tuple(map(int, g.split(","))) for g in re.findall(r"\{([\d,]+)\}", text))
 
 
-def _along_axes(mesh: str, axes: str) -> Groups:
+def _ints(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n]
+
+
+def _order(text: str) -> np.ndarray:
+    """'[2,4]T(1,0)' -> 0 to 7 as two rows, transposed and flattened: 0 4 1 5 2 6 3 7."""
+    shape, *axes = re.findall(r"[\[(]([\d,]+)[\])]", text)
+    ids = np.arange(math.prod(_ints(shape))).reshape(_ints(shape))
+    return ids.transpose(*map(_ints, axes)).ravel()
+
+
+def _along_axes(mesh: str, axes: str, devices: np.ndarray) -> Groups:
     """Mesh 'a'=2,'b'=4 and axes 'b' -> ((0, 1, 2, 3), (4, 5, 6, 7)); 'b':(2)2 is a part of b."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     along = {name: (1, size) for name, size in sizes.items()}
@@ -219,7 +229,7 @@ def _along_axes(mesh: str, axes: str) -> Groups:
         used.append(3 * list(sizes).index(name) + 1)
     parts = [(along[name], size) for name, size in sizes.items()]
     shape = [n for (before, mine), size in parts for n in (before, mine, size // before // mine)]
-    ids = np.arange(math.prod(shape)).reshape(shape)
+    ids = devices.reshape(shape)
     rest = [i for i in range(ids.ndim) if i not in used]
     count = math.prod(shape[i] for i in used)
     return tuple(map(tuple, ids.transpose(rest + used).reshape(-1, count).tolist()))

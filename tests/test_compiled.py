@@ -264,6 +264,10 @@ def test_reads_the_asynchronous_forms_of_accelerators():
         ("mesh['a'=2,'b'=4] {'a'}", {frozenset({i, i + 4}) for i in range(4)}),
         ("mesh['a'=2,'b'=4] {'a','b':(1)2}", {frozenset({0, 2, 4, 6}), frozenset({1, 3, 5, 7})}),
         ("mesh['a'=2,'b'=4] {'b':(2)2}", {frozenset({i, i + 1}) for i in range(0, 8, 2)}),
+        (
+            "mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}",
+            {frozenset({0, 1, 2, 3}), frozenset({4, 5, 6, 7})},
+        ),
     ],
 )
 def test_reads_groups_along_the_axes_of_a_mesh(written, groups):

@@ -1,0 +1,141 @@
+"""Bytes that an update of a model must move, by the formulas of the strategies.
+
+    gather      L mn b f                    each matrix whole on every device
+    all_to_all  2 ceil(L / N) mn b f        each matrix whole on one device, and back
+    gram        2 (1 + r) ceil(L / N) m² 4 (N - 1)   where its long side alone is sharded
+
+with L matrices m x n (m <= n) of b bytes an element, N devices to a replica, f = (N - 1) / N and r
+restarts. Where R replicas share the work, L is ceil(L / R), and each receives the results of the
+others.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from benchmarks.shapes import Case
+from muon_optax import MuonDimensionNumbers, Plan
+from muon_optax.matrix_view import is_view
+from muon_optax.polar import NewtonSchulz, resolve_schedule
+
+__all__ = ["Kind", "chosen_bytes", "fewest_bytes", "ideal_flops", "largest_bytes"]
+
+ITEMSIZE, RESTARTS = 2, 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Matrices of one shape that lie in one way.
+
+    Attributes:
+      fan_in, fan_out: sizes of a matrix.
+      spec: mesh axes along either side.
+      along_input, along_output: how many devices those are.
+      replicas: devices that hold the same block.
+
+    Example:
+      >>> rows = Kind(4096, 14336, ("fsdp", None), 8, 1, 1)
+      >>> rows.received("all_to_all", 8, 1) == 2 * 4096 * 14336 * 2 * 7 / 8
+      True
+    """
+
+    fan_in: int
+    fan_out: int
+    spec: tuple[Any, Any]
+    along_input: int
+    along_output: int
+    replicas: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one matrix."""
+        return self.fan_in * self.fan_out * ITEMSIZE
+
+    @property
+    def shards(self) -> int:
+        """N."""
+        return self.along_input * self.along_output
+
+    def received(self, strategy: str, count: int, sharing: int) -> float:
+        """Bytes that a device receives for so many matrices, shared over so many replicas."""
+        n, mine = self.shards, math.ceil(count / sharing)
+        owned, short = math.ceil(mine / n), min(self.fan_in, self.fan_out)
+        inside = {
+            "local": 0.0,
+            "gather": mine * self.bytes * (n - 1) / n,
+            "all_to_all": 2 * owned * self.bytes * (n - 1) / n,
+            "gram": 2 * (1 + RESTARTS) * owned * short**2 * 4 * (n - 1),
+        }[strategy]
+        return inside + mine * self.bytes / n * (sharing - 1)
+
+    def fewest(self, count: int) -> float:
+        """The same under the strategy with the fewest."""
+        along_long = self.along_output if self.fan_in <= self.fan_out else self.along_input
+        possible = ("gather", "all_to_all", *(("gram",) if along_long == self.shards else ()))
+        return min(
+            self.received(strategy, count, sharing)
+            for strategy in possible
+            for sharing in {1, self.replicas}
+        )
+
+
+def chosen_bytes(promised: Plan, case: Case) -> float:
+    """The formulas' bytes of what a plan chose."""
+    kinds = {jax.tree_util.keystr(path, simple=True, separator="/"): k for path, k, _ in _of(case)}
+    return sum(
+        kinds[row.leaves[0]].received(
+            row.strategy, row.count, math.prod(case.sizes[a] for a in row.share_axes)
+        )
+        for row in promised.rows
+    )
+
+
+def fewest_bytes(case: Case) -> float:
+    """The formulas' bytes of the strategies with the fewest, all matrices of a kind together."""
+    counts: dict[Kind, int] = collections.Counter()
+    for _, kind, count in _of(case):
+        counts[kind] += count
+    return sum(kind.fewest(count) for kind, count in counts.items())
+
+
+def ideal_flops(case: Case) -> float:
+    """FLOPs of the busiest device where all is shared as well as can be."""
+    solver = NewtonSchulz(resolve_schedule())
+    rows = [(solver.flops(k.fan_in, k.fan_out, "bfloat16"), count) for _, k, count in _of(case)]
+    total = sum(flops * count for flops, count in rows)
+    return max(total / math.prod(case.sizes.values()), *(flops for flops, _ in rows))
+
+
+def largest_bytes(case: Case) -> int:
+    """Bytes of the largest matrix."""
+    return max(kind.bytes for _, kind, _ in _of(case))
+
+
+def _of(case: Case) -> Iterator[tuple[tuple, Kind, int]]:
+    """(path, kind, number of matrices) of each leaf that Muon gets."""
+    specs = jax.tree.leaves(case.specs)
+    views = jax.tree.leaves(case.views, is_leaf=lambda x: x is None or is_view(x))
+    leaves = jax.tree_util.tree_leaves_with_path(case.params)
+    for (path, x), view, spec in zip(leaves, views, specs, strict=True):
+        if isinstance(view, MuonDimensionNumbers):
+            row, column = (_axis(a) for a in (view.reduction_axis, view.output_axis))
+            along = (spec[row], spec[column])
+            cuts = [_cuts(case, entry) for entry in along]
+            replicas = math.prod(case.sizes.values()) // math.prod(cuts)
+            kind = Kind(x.shape[row], x.shape[column], along, cuts[0], cuts[1], replicas)
+            yield path, kind, math.prod(x.shape) // (kind.fan_in * kind.fan_out)
+
+
+def _axis(axes: Any) -> int:
+    """The axis of a side that has one."""
+    (axis,) = (axes,) if isinstance(axes, int) else axes
+    return axis
+
+
+def _cuts(case: Case, entry: str | tuple[str, ...] | None) -> int:
+    axes = (entry,) if isinstance(entry, str) else entry or ()
+    return math.prod(case.sizes[a] for a in axes)

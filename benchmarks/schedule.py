@@ -1,0 +1,134 @@
+"""How much of a program's exchange runs under its products, read from the schedule in its HLO.
+
+A device is taken to do one thing after the other in the order of the schedule, products at the rate
+of a device model, while one exchange at a time goes over the wire. Other work takes no time.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+from benchmarks.compiled import Collective, Counter
+from benchmarks.hlo import Instruction, Module, parse
+from muon_optax.sharding.cost import DeviceModel
+
+__all__ = ["Schedule", "read_schedule"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What the schedule makes of a program on one device.
+
+    Attributes:
+      received: bytes received.
+      covered: those of exchanges that have a product between their start and their end.
+      exchange_seconds: on the wire.
+      exposed_seconds: those of them in which the products wait.
+      seconds: of products and waiting.
+    """
+
+    received: int
+    covered: int
+    exchange_seconds: float
+    exposed_seconds: float
+    seconds: float
+
+    @property
+    def share_covered(self) -> float:
+        """Share of the bytes with products under them, 1 where nothing is exchanged."""
+        return self.covered / self.received if self.received else 1.0
+
+    @property
+    def share_hidden(self) -> float:
+        """Share of the time on the wire in which products run, by the device model."""
+        return 1 - self.exposed_seconds / self.exchange_seconds if self.received else 1.0
+
+
+def read_schedule(text: str, device: DeviceModel, itemsize: int = 2) -> Schedule:
+    """Reads a scheduled program.
+
+    Args:
+      text: optimised HLO with `is_scheduled=true`.
+      device: gives the rates; its nodes are runs of so many devices.
+      itemsize: bytes of an element in the products.
+
+    Returns:
+      What overlaps.
+
+    Raises:
+      ValueError: if the program isn't scheduled, or a loop has no known trip count.
+    """
+    if "is_scheduled=true" not in text.split("\n", 1)[0]:
+        raise ValueError("the program isn't scheduled: its order says nothing")
+    walk = _Walk(parse(text), device, device.rate(itemsize))
+    walk.run(walk.module.entry)
+    return Schedule(walk.received, walk.covered, walk.exchange, walk.exposed, walk.clock)
+
+
+@dataclasses.dataclass
+class _Walk:
+    """Goes through a program in the order of its schedule."""
+
+    module: Module
+    device: DeviceModel
+    rate: float
+    clock: float = 0.0  # when the products so far end
+    wire: float = 0.0  # when the exchanges so far end
+    exchange: float = 0.0
+    exposed: float = 0.0
+    flops: int = 0
+    received: int = 0
+    covered: int = 0
+
+    def __post_init__(self) -> None:
+        self._counter = Counter(self.module)
+
+    def run(self, name: str) -> None:
+        """Runs a computation once."""
+        ends: dict[str, Callable[[], None]] = {}
+        for i in self.module.computations[name]:
+            if i.opcode.endswith("-done") and i.operands[0] in ends:
+                ends.pop(i.operands[0])()
+            elif collective := self._collective(name, i):
+                end = self._start(collective)
+                if i.opcode.endswith("-start"):
+                    ends[i.name] = end
+                else:
+                    end()
+            else:
+                self._work(name, i)
+
+    def _collective(self, name: str, i: Instruction) -> Collective | None:
+        """The one that an instruction runs or starts."""
+        found = self._counter.one(name, i).collectives
+        is_one = i.collective or i.opcode == "async-start"
+        return found[0] if is_one and found else None
+
+    def _start(self, collective: Collective) -> Callable[[], None]:
+        received, before = collective.received, self.flops
+        seconds = received / self._bandwidth(collective)
+        end = max(self.clock, self.wire) + seconds
+        self.wire, self.exchange = end, self.exchange + seconds
+        self.received += received
+
+        def wait() -> None:
+            self.covered += received * (self.flops > before)
+            self.exposed += max(0.0, end - self.clock)
+            self.clock = max(self.clock, end)
+
+        return wait
+
+    def _bandwidth(self, collective: Collective) -> float:
+        nodes = [{device // self.device.node_size for device in g} for g in collective.groups]
+        is_near = all(len(group) == 1 for group in nodes)
+        return self.device.bandwidth if is_near else self.device.slow_bandwidth
+
+    def _work(self, name: str, i: Instruction) -> None:
+        total = self._counter.one(name, i)
+        if total.collectives:
+            times = self._counter.times(i) if i.opcode == "while" else 1
+            for _ in range(times):
+                for called in i.called:
+                    self.run(called)
+            return
+        self.flops += total.flops
+        self.clock += total.flops / self.rate

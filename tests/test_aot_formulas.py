@@ -1,0 +1,42 @@
+"""The formulas of `benchmarks.aot_formulas` beside the plans, for the whole of Llama-3-8B."""
+
+import doctest
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from benchmarks import aot_formulas
+from benchmarks.aot_formulas import chosen_bytes, fewest_bytes, ideal_flops, largest_bytes
+from benchmarks.shapes import model_on
+from muon_optax import plan
+
+MATRICES = 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336) * 2  # bytes
+
+
+@pytest.mark.parametrize(
+    ("layout", "devices", "received"),
+    [
+        ("fsdp_rows", 8, 2 * MATRICES / 8 * 7 / 8),
+        ("fsdp_columns", 8, 2 * MATRICES / 8 * 7 / 8),
+        ("fsdp_tp", 8, 2 * MATRICES / 8 * 7 / 8),
+        ("hsdp", 8, 2 * MATRICES / 8 * 3 / 4 + MATRICES / 4 / 2),
+    ],
+)
+def test_plans_keep_to_the_formulas(layout, devices, received):
+    case = model_on("llama3-8b", layout, devices=devices, scanned=True)
+    mesh = AbstractMesh(tuple(case.sizes.values()), tuple(case.sizes))
+    where = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        case.specs,
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
+    promised = plan(case.params, where, muon_weight_dimension_numbers=case.views, device="h100")
+    assert promised.bytes == chosen_bytes(promised, case) == fewest_bytes(case) == received
+    assert promised.flops == ideal_flops(case)
+    assert largest_bytes(case) == 4096 * 14336 * 2
+
+
+def test_the_examples_in_the_docstrings():
+    result = doctest.testmod(aot_formulas)
+    assert (result.failed, result.attempted > 0) == (0, True)
