@@ -117,7 +117,7 @@ def direction_of(name: str, case: Case, grads: Tree, leaf: str) -> np.ndarray:
 
 
 def _torch_step(case: Case, grads: Tree) -> tuple[Callable[[], None], dict[str, Any]]:
-    """torch's Muon on [fan-out, fan-in] matrices, a stack as so many leaves, and its AdamW."""
+    """Torch's Muon on [fan-out, fan-in] matrices, a stack as so many leaves, and its AdamW."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -11,7 +11,7 @@ from tests.oracle import gaussian, log_uniform, singular_values
 @pytest.fixture(autouse=True)
 def small_leaves(monkeypatch):
     """Halving at sizes that compile quickly."""
-    monkeypatch.setattr(symmetric, "_LARGEST_LEAF", 3)
+    monkeypatch.setattr(symmetric, "_SMALLEST_LEAF", 2)
     jax.clear_caches()
 
 

@@ -69,8 +69,13 @@ class Solver:
         batch = _largest_divisor(count, max(1, _BATCH_ELEMENTS // (m * n)))
         if batch == count:
             return self._apply(x)
-        x = x.reshape(count // batch, batch, m, n)
-        return jax.lax.map(self._apply, x).reshape(count, m, n)
+
+        def solve(i: jax.Array, x: jax.Array) -> jax.Array:
+            y = self._apply(jax.lax.dynamic_slice_in_dim(x, i * batch, batch))
+            return jax.lax.dynamic_update_slice_in_dim(x, y.astype(x.dtype), i * batch, 0)
+
+        # In place: the outputs of a map would first be filled with zeros, and copied.
+        return jax.lax.fori_loop(0, count // batch, solve, x)
 
     def _apply(self, x: jax.Array) -> jax.Array:
         if self.newton_schulz is not None and x.shape[0] == 1:
