@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test parity lint clean
+.PHONY: demo test parity bench-aot lint clean
 
 demo: $(INSTALLED)  ## train a small GPT with Muon and with AdamW; writes demo/curves.png
 	$(BIN)/python examples/train_gpt.py --output demo
@@ -14,6 +14,23 @@ test: $(INSTALLED)  ## the whole test suite, doctests included
 
 parity: $(INSTALLED)  ## every mesh, precision and recipe against PyTorch's FSDP2
 	$(BIN)/python -m muon_optax parity --grid --worst --json benchmarks/results/parity_grid.json
+
+# Programs for machines that aren't here: each platform's plugin wants an environment of its own.
+AOT_JAX := 0.10.2
+AOT := benchmarks/results/aot_bytes
+
+bench-aot: $(INSTALLED) .venv-cuda/.installed .venv-tpu/.installed  ## Llama-3-8B for absent GPUs and TPUs; an hour
+	.venv-cuda/bin/python benchmarks/aot_bytes.py cuda --devices 8 64 --contestants muon_optax optax --output $(AOT).json
+	.venv-cuda/bin/python benchmarks/aot_bytes.py cuda --devices 512 1024 --layouts fsdp_rows fsdp_columns hsdp hsdp_64 fsdp_tp --output $(AOT).json
+	.venv-tpu/bin/python benchmarks/aot_bytes.py tpu --devices 8 64 512 --output $(AOT).json
+	$(BIN)/python benchmarks/aot_plot.py $(AOT).json $(AOT).png
+
+.venv-cuda/.installed: PLUGINS := jax-cuda13-plugin==$(AOT_JAX) jax-cuda13-pjrt==$(AOT_JAX)
+.venv-tpu/.installed: PLUGINS := libtpu
+.venv-cuda/.installed .venv-tpu/.installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check jax==$(AOT_JAX) $(PLUGINS) optax
+	touch $@
 
 lint: $(INSTALLED)  ## ruff and pyright
 	$(BIN)/ruff check .
@@ -26,4 +43,4 @@ $(INSTALLED): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) demo
+	rm -rf $(VENV) .venv-cuda .venv-tpu demo
