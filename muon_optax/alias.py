@@ -22,7 +22,7 @@ from muon_optax.scaling import Scale
 from muon_optax.sharding.cost import DeviceModel
 from muon_optax.sharding.distribute import StrategyRules
 from muon_optax.sharding.local import Orthogonalizer
-from muon_optax.sharding.memory import in_device_memory
+from muon_optax.sharding.placement import in_its_place
 from muon_optax.transform import scale_by_muon, scale_by_shape
 from muon_optax.wrappers import (
     chain_in_order,
@@ -218,7 +218,7 @@ def muon(
         partition,
         param_shardings,
     )
-    return in_device_memory(whole)
+    return in_its_place(whole)
 
 
 def _with_decay_and_rate(

@@ -9,7 +9,7 @@ import optax
 
 from muon_optax.checks import check_choice, check_decay, check_flag, check_float_dtype
 from muon_optax.dtypes import wide_dtype
-from muon_optax.sharding.memory import is_on_host, to_device, to_host
+from muon_optax.sharding.placement import is_on_host, to_device, to_host
 
 __all__ = ["Momentum", "MomentumForm", "MuonState", "moment_dtype", "zeros_like_parameter"]
 

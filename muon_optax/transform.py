@@ -23,7 +23,7 @@ from muon_optax.scaling import Scale, resolve_scaling
 from muon_optax.sharding.cost import DeviceModel
 from muon_optax.sharding.distribute import Distribution, StrategyRules
 from muon_optax.sharding.local import Orthogonalizer, make_solver
-from muon_optax.sharding.memory import back, in_device_memory, to_declared_memory, to_device
+from muon_optax.sharding.placement import back, in_its_place, to_declared_memory, to_device
 from muon_optax.sharding.specs import (
     Layout,
     homes_of,
@@ -89,7 +89,7 @@ def scale_by_momentum(
         return cast_like(mixed, updates), MuonState(count, cast_like(new, state.mu))
 
     init = functools.partial(_init, buffer)
-    return in_device_memory(optax.GradientTransformation(init, update))
+    return in_its_place(optax.GradientTransformation(init, update))
 
 
 def orthogonalize(
@@ -169,7 +169,7 @@ def orthogonalize(
         results = jax.tree.structure(updates).unflatten(results)
         return cast_like(results, updates), state
 
-    return in_device_memory(optax.GradientTransformation(init, update))
+    return in_its_place(optax.GradientTransformation(init, update))
 
 
 def scale_by_shape(
@@ -224,7 +224,7 @@ def scale_by_shape(
         return treedef.unflatten([scaled(*row) for row in rows]), state
 
     init = lambda params: optax.EmptyState()  # noqa: E731
-    return in_device_memory(optax.GradientTransformation(init, update))
+    return in_its_place(optax.GradientTransformation(init, update))
 
 
 def scale_by_muon(
@@ -332,7 +332,7 @@ def scale_by_muon(
         new = place(cast_like(new, state.mu), mu_shardings)
         return cast_like(results, updates), MuonState(count, new)
 
-    return in_device_memory(optax.GradientTransformation(init, update))
+    return in_its_place(optax.GradientTransformation(init, update))
 
 
 def _init(buffer: Momentum, params: optax.Params) -> MuonState:

@@ -58,9 +58,10 @@ def test_a_scan_carry(place):
 def test_one_trace_no_weak_types_and_types_that_stay(place):
     chex.clear_trace_counter()
     tx = place.muon(learning_rate=optax.linear_schedule(0.1, 0.1, 9))
-    params, state, _ = started(place, tx)
+    params, updates = place.put(PARAMS), []
+    state = tx.init(params)
+    assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, jax.jit(tx.init)(params))
     step = sharded.jit(chex.assert_max_traces(tx.update, n=1))
-    updates = []
     for grad in GRADS:
         new, after = step(place.put(grad), state, params)
         assert not any(x.weak_type for x in jax.tree.leaves((state, new)))

@@ -7,7 +7,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from muon_optax.momentum import MuonState
-from muon_optax.sharding.memory import names_host
+from muon_optax.sharding.placement import names_host
 from muon_optax.sharding.specs import bare_spec, declared_specs, mesh_of
 from muon_optax.tree_paths import is_masked, leaves_with_segments, path_name, raise_together
 

@@ -1,17 +1,19 @@
-"""Leaves in host memory: worked on in device memory, and sent back."""
+"""Where a state is born and returns to: counts on the mesh, offloaded leaves in host memory."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from muon_optax.sharding.specs import is_spec
 from muon_optax.tree_paths import align, graft
 
 __all__ = [
     "back",
-    "in_device_memory",
+    "in_its_place",
     "is_on_host",
     "names_host",
     "to_declared_memory",
@@ -39,14 +41,20 @@ def to_host(x: jax.Array) -> jax.Array:
     return jax.device_put(x, jax.memory.Space.Host)
 
 
-def in_device_memory(
+def in_its_place(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Updates in device memory; the state and the updates go back to where they came from.
+    """Keeps the type of a state, where it lies included.
 
-    JAX multiplies no array of one memory with one of another, and a state must keep its type.
+    Counts are born where the parameters were put, as an update leaves them: else the second step
+    would be traced and compiled anew. Updates are formed in device memory, since JAX multiplies no
+    array of one memory with one of another, and go back with the state to where they came from.
     """
     inner = optax.with_extra_args_support(inner)
+
+    def init(params):
+        state, home = inner.init(params), _whole_place(params)
+        return jax.tree.map(lambda x: x if home is None else _scalar_at(home, x), state)
 
     def update(updates, state, params=None, **extra_args):
         new, new_state = inner.update(
@@ -54,7 +62,25 @@ def in_device_memory(
         )
         return back(new, updates), back(new_state, state)
 
-    return optax.GradientTransformationExtraArgs(inner.init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _whole_place(params: Any) -> Sharding | None:
+    """All of the mesh, or the device, that parameters were put on; None where JAX chose it."""
+    arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+    put = [x.sharding for x in arrays if not isinstance(x, Tracer) and x.committed]
+    if not put:
+        return None
+    if isinstance(put[0], NamedSharding):
+        return NamedSharding(put[0].mesh, PartitionSpec())
+    return SingleDeviceSharding(min(put[0].device_set, key=lambda device: device.id))
+
+
+def _scalar_at(home: Sharding, x: Any) -> Any:
+    """A scalar of no place, put there; `device_put` would compare its value among processes."""
+    is_array = isinstance(x, jax.Array) and not isinstance(x, Tracer)
+    is_homeless = is_array and x.ndim == 0 and not x.committed
+    return jnp.full((), x.item(), x.dtype, device=home) if is_homeless else x
 
 
 def back(new: Any, old: Any) -> Any:
