@@ -1,6 +1,8 @@
 """The pages in docs/: their code runs, their tables and messages are what the library says."""
 
 import doctest
+import functools
+import inspect
 import itertools
 import json
 import re
@@ -9,10 +11,15 @@ from typing import Any, get_args
 
 import jax
 import numpy as np
+import optax
 import pytest
+import reference
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from running import first_update
 
 import muon_optax
-from muon_optax import report
+from muon_optax import MatrixView, muon, plan, recipes, report
+from muon_optax.plans import quantity
 from muon_optax.polar import SCHEDULES
 from muon_optax.scaling import Scale
 
@@ -23,6 +30,7 @@ ELSEWHERE = {"torch.md", "command_line.md", "multiprocess.md"}
 PAGES = sorted(page.name for page in DOCS.glob("*.md") if page.name not in ELSEWHERE)
 
 
+@functools.cache
 def run_page(name: str) -> dict[str, Any]:
     """Runs a page's code from top to bottom as one program; prompts show what is printed."""
     names: dict[str, Any] = {}
@@ -91,3 +99,63 @@ def test_the_best_rates_of_the_demo():
     tuned = json.loads((ROOT / "benchmarks/results/demo_grid.json").read_text())["tuned"]
     assert {(run["muon_rate"], run["adamw_rate"]) for run in tuned} == {(0.02, 0.008)}
     assert "0.02 for Muon and 0.008 for AdamW" in (DOCS / "scaling.md").read_text()
+
+
+def test_the_strategies_of_the_layouts():
+    rows = rows_of("sharding.md", "| layout | spec of")
+    for _, spec, axes, want in rows:
+        sizes = dict(pair.split("=") for pair in axes.strip("`").split(", "))
+        mesh = AbstractMesh(tuple(map(int, sizes.values())), tuple(sizes))
+        where = NamedSharding(mesh, eval(spec.strip("`"), {"P": PartitionSpec}))
+        is_stack = len(where.spec) == 3
+        shape = (8, 4096, 14336) if is_stack else (4096, 14336)
+        leaves = [jax.ShapeDtypeStruct(shape, "bfloat16")] * (1 if is_stack else 8)
+        view = MatrixView(-2, -1)
+        made = plan(leaves, where, device="h100", muon_weight_dimension_numbers=view)
+        (row,) = made.rows
+        shared = f" / {', '.join(row.share_axes)}" if row.share_axes else ""
+        assert want == f"{row.strategy}{shared}, {quantity(made.bytes, 'B')}", spec
+
+
+def test_the_figures_of_a_bad_step():
+    compare = run_page("clipping.md")["compare"]
+    for leaf, after, *figures in rows_of("clipping.md", "| leaf | steps after"):
+        got = compare(leaf.strip("`"), 20 + int(after))
+        np.testing.assert_allclose([float(x) for x in figures], got, atol=0.011)
+
+
+# Two hidden matrices, and a leaf for each rule by which recipes differ.
+SHAPES = {"up": (8, 16), "down": (16, 8), "embed_tokens": (8, 4), "lm_head": (4, 8), "bias": (16,)}
+TREE = {
+    name: np.random.default_rng(i).normal(size=shape).astype("float32")
+    for i, (name, shape) in enumerate(SHAPES.items())
+}
+HIDDEN = {name: TREE[name] for name in ("up", "bias")}
+
+
+def test_what_optax_users_write():
+    for theirs, ours in rows_of("migration.md", "| `optax.contrib` |"):
+        want = first_update(eval(theirs.strip("`"), vars(optax.contrib)), HIDDEN, jit=True)
+        got = first_update(eval(ours.strip("`"), vars(muon_optax)), HIDDEN, jit=True)
+        for name in HIDDEN:
+            assert reference.relative_error(got[name], want[name]) <= 1e-5, theirs
+
+
+def test_recipes_written_out():
+    rows = rows_of("migration.md", "| from | recipe |")
+    found = [re.match(r"`(\w+)\(", row[1]) for row in rows]
+    assert {match[1] for match in found if match} == set(recipes.__all__) - {"optax_muon"}
+    for _, recipe, written in rows:
+        assert program(recipe) == program(written), recipe
+
+
+def program(call: str) -> str:
+    """The first update of an optimizer, compiled as far as to be compared."""
+    tx = eval(call.strip("`"), {**vars(muon_optax), **vars(recipes)})
+    return jax.jit(tx.update).lower(TREE, jax.eval_shape(tx.init, TREE), TREE).as_text()
+
+
+def test_torchs_arguments_are_muons():
+    rows = rows_of("migration.md", "| `torch.optim.Muon` | `muon`")
+    ours = [re.findall(r"`(\w+)`", row[1]) for row in rows]
+    assert set(itertools.chain(*ours)) <= set(inspect.signature(muon).parameters)
