@@ -1,7 +1,7 @@
 """The optimizers that the benchmarks compare, as functions that take one whole step.
 
 A step is the optimizer's update and its addition to the parameters, on donated buffers; torch's
-works in place. All get the same trees of float32 gradients, matrices as [fan-in, fan-out].
+works in place. All get the same trees of gradients, matrices as [fan-in, fan-out].
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def jax_transformation(name: str, case: Case) -> optax.GradientTransformation:
     return make(1.0, muon_weight_dimension_numbers=case.views(), adam_learning_rate=1e-3)
 
 
-def step_of(name: str, case: Case, grads: Tree) -> Callable[[], None]:
-    """A function that takes one step and waits for it."""
+def step_of(name: str, case: Case, grads: Tree, dtype: str = "float32") -> Callable[[], None]:
+    """A function that takes one step, of JAX's contestants in `dtype`, and waits for it."""
     if name == TORCH:
         return _torch_step(case, grads)[0]
     tx = jax_transformation(name, case)
@@ -90,7 +90,7 @@ def step_of(name: str, case: Case, grads: Tree) -> Callable[[], None]:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    arrays = jax.tree.map(jnp.asarray, grads)
+    arrays = jax.tree.map(lambda x: jnp.asarray(x, dtype), grads)
     params = jax.tree.map(jnp.zeros_like, arrays)
     held = [params, jax.jit(tx.init)(params)]
 
@@ -101,17 +101,19 @@ def step_of(name: str, case: Case, grads: Tree) -> Callable[[], None]:
     return run
 
 
-def direction_of(name: str, case: Case, grads: Tree, leaf: str) -> np.ndarray:
-    """What the first step makes of a leaf's gradient: nearly its polar factor, unscaled."""
+def direction_of(
+    name: str, case: Case, grads: Tree, leaf: str, dtype: str = "float32"
+) -> np.ndarray:
+    """What the first step makes of the case's one leaf: nearly its polar factor, unscaled."""
     if name == TORCH:
         step, params = _torch_step(case, grads)
         step()
         update = params[leaf].detach().T.float().cpu().numpy()
     else:
-        one = Case(case.name, {leaf: case.shapes[leaf]})
-        tx = jax_transformation(name, one)
-        arrays = {leaf: jnp.asarray(grads[leaf])}
-        update = np.asarray(jax.jit(tx.update)(arrays, tx.init(arrays), arrays)[0][leaf])
+        tx = jax_transformation(name, case)
+        arrays = {leaf: jnp.asarray(grads[leaf], dtype)}
+        updates, _ = jax.jit(tx.update)(arrays, tx.init(arrays), arrays)
+        update = np.asarray(updates[leaf], np.float32)
     fan_in, fan_out = update.shape[-2:]
     return -update / math.sqrt(max(1, fan_out / fan_in))
 
@@ -153,19 +155,22 @@ def accuracy(direction: np.ndarray, gradient: np.ndarray) -> dict[str, float]:
     return {"pol": float(error), "low": float(values.min()), "high": float(values.max())}
 
 
-def needed_flops(name: str, case: Case) -> int:
-    """FLOPs that an update of ours can't do without: symmetric products at half.
+def needed_flops(name: str, case: Case) -> dict[str, int]:
+    """FLOPs that an update of ours can't do without, by dtype: symmetric products at half.
 
-    Standard: T(3m²n + m³); Gram with r restarts: 3(r + 1)m²n + (4T − 3(r + 1))m³.
+    Standard: T(3m²n + m³); Gram with r restarts: 3(r + 1)m²n + (4T − 3(r + 1))m³, of which the m³
+    are float32 at least.
     """
     options: dict[str, Any] = OURS[name]
     schedule = resolve_schedule(options.get("ns_coeffs", "jordan"))
     solver = NewtonSchulz(schedule, dtype=options.get("ns_dtype"))
-    return sum(_needed(solver, *sorted(shape)) for shape in case.matrices)
-
-
-def _needed(solver: NewtonSchulz, m: int, n: int) -> int:
-    steps, passes = len(solver.schedule.rows), len(solver.schedule.restarts) + 1
-    if solver.chosen_method(m, n, "float32") == "standard":
-        return steps * (3 * m * m * n + m**3)
-    return 3 * passes * m * m * n + (4 * steps - 3 * passes) * m**3
+    steps, passes = len(schedule.rows), len(schedule.restarts) + 1
+    flops = dict.fromkeys(("float32", "bfloat16"), 0)
+    own = options.get("ns_dtype", "float32")
+    for m, n in (sorted(shape) for shape in case.matrices):
+        if solver.chosen_method(m, n, "float32") == "standard":
+            flops[own] += steps * (3 * m * m * n + m**3)
+        else:
+            flops[own] += 3 * passes * m * m * n
+            flops["float32"] += (4 * steps - 3 * passes) * m**3
+    return flops

@@ -1,6 +1,6 @@
 """Time of a whole optimizer step on one CPU device, beside optax's and torch's Muon.
 
-    python benchmarks/step_time.py [--cases 'square 1024' gpt2-124m] [--cores 1] [--rounds 9]
+    python benchmarks/step_time.py [--cases 'square 1024' '512 x 2048'] [--cores 1] [--rounds 9]
         [--output benchmarks/results/step_time.json]
 
 The speed of optax's default is 1. In each round every contestant takes one step, and so do two
@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 sys.path.append(str(Path(__file__).parents[1]))
 
 from benchmarks import timing
@@ -28,6 +30,7 @@ from benchmarks.contestants import (
     THEIRS,
     TORCH,
     Case,
+    Tree,
     accuracy,
     direction_of,
     needed_flops,
@@ -36,6 +39,7 @@ from benchmarks.contestants import (
 
 PRODUCT_SIZE = 1536
 SVD_LIMIT = 1100  # optax's spectral norm is an SVD, too slow for more
+SVD_MAX = 4096  # so is the accuracy's own
 GPT2_BLOCK = {"qkv": (768, 2304), "out": (768, 768), "up": (768, 3072), "down": (3072, 768)}
 CASES = [
     *(Case(f"square {m}", {"w": (m, m)}) for m in (256, 512, 768, 1024, 2048)),
@@ -44,22 +48,27 @@ CASES = [
     Case("64 leaves of 128 x 128", {f"w{i}": (128, 128) for i in range(64)}),
     Case("stack of 32 x 64 x 256", {"w": (32, 64, 256)}),
     Case("stack of 8 x 512 x 512", {"w": (8, 512, 512)}),
-    Case(
-        "gpt2-124m",
-        {f"layer_{i}.{k}": shape for i in range(12) for k, shape in GPT2_BLOCK.items()},
-        {"wte": (50257, 768), "wpe": (1024, 768)},
+    *(
+        Case(
+            f"gpt2-124m, {layers} of 12 layers",
+            {f"layer_{i}.{k}": shape for i in range(layers) for k, shape in GPT2_BLOCK.items()},
+            {"wte": (50257 * layers // 12, 768), "wpe": (1024 * layers // 12, 768)},
+        )
+        for layers in (2, 12)
     ),
 ]
 
 
-def measure(case: Case, rounds: int, names: Sequence[str]) -> dict[str, Any]:
-    """The ratios, shares and accuracy of every contestant in one case."""
+def measure(
+    case: Case, rounds: int, names: Sequence[str], dtype: str = "float32"
+) -> dict[str, Any]:
+    """The ratios, shares and accuracy of every contestant, on leaves of `dtype`."""
     grads = case.gradients()
-    steps = {name: step_of(name, case, grads) for name in names}
+    steps = {name: step_of(name, case, grads, dtype) for name in names}
     samples = timing.interleaved({**steps, **products()}, rounds)
     record = {name: _row(name, case, samples) for name in names}
     for name in names:
-        record[name]["accuracy"] = _worst_accuracy(name, case, grads)
+        record[name]["accuracy"] = _worst_accuracy(name, case, grads, dtype)
     return {"rounds": rounds, "machine": timing.machine(), "contestants": record}
 
 
@@ -82,22 +91,24 @@ def _row(name: str, case: Case, samples: timing.Samples) -> dict[str, Any]:
             "speed": timing.ratio(samples, OPTAX, name, clock),
         }
         if name in OURS:
-            kind = "bfloat16" if "bf16" in name else "float32"
-            of_product = timing.ratio(samples, kind, name, clock)
-            share = needed_flops(name, case) / (2 * PRODUCT_SIZE**3)
-            row[clock]["share"] = {k: share * v for k, v in of_product.items()}
+            bound = sum(
+                flops / (2 * PRODUCT_SIZE**3) * np.asarray(samples[kind][clock])
+                for kind, flops in needed_flops(name, case).items()
+            )
+            row[clock]["share"] = timing.spread(bound / np.asarray(samples[name][clock]))
     return row
 
 
-def _worst_accuracy(name: str, case: Case, grads: dict[str, Any]) -> dict[str, float]:
-    leaves = {shape: leaf for leaf, shape in case.shapes.items() if len(shape) == 2}
-    rows = [
-        accuracy(direction_of(name, case, grads, leaf), grads[leaf]) for leaf in leaves.values()
-    ]
-    if not rows:  # a stack: its first matrix stands for all
-        leaf = next(iter(case.shapes))
-        one, first = Case(case.name, {leaf: case.shapes[leaf][1:]}), {leaf: grads[leaf][0]}
-        rows = [accuracy(direction_of(name, one, first, leaf), first[leaf])]
+def _worst_accuracy(name: str, case: Case, grads: Tree, dtype: str) -> dict[str, float]:
+    leaves = {shape[-2:]: leaf for leaf, shape in case.shapes.items() if max(shape) <= SVD_MAX}
+    rows = []
+    for shape, leaf in leaves.items():
+        gradient = grads[leaf].reshape(-1, *shape)[0]  # the first stands for a stack
+        one = Case(case.name, {leaf: shape})
+        direction = direction_of(name, one, {leaf: gradient}, leaf, dtype)
+        rows.append(accuracy(direction, gradient))
+    if not rows:
+        return {}
     return {
         "pol": max(r["pol"] for r in rows),
         "low": min(r["low"] for r in rows),
@@ -130,8 +141,8 @@ def show(case: str, record: dict[str, Any]) -> None:
             f"{speed['q1']:.2f}–{speed['q3']:.2f}",
             f"{wall['speed']['median']:.2f}",
             f"{cpu['share']['median']:.0%}" if "share" in cpu else "",
-            f"{acc['pol']:.3f}",
-            f"{acc['low']:.2f}–{acc['high']:.2f}",
+            f"{acc['pol']:.3f}" if acc else "",
+            f"{acc['low']:.2f}–{acc['high']:.2f}" if acc else "",
         )
     Console(width=110).print(table)
 
