@@ -1,13 +1,18 @@
 """The examples run as a newcomer runs them: as programs, from the command line."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+# Compiling takes most of their time, and on few cores PyTorch's threads get in each other's way.
+QUICK = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "OMP_NUM_THREADS": "1"}
 TINY = {
     "steps": 30,
     "layers": 1,
@@ -19,10 +24,15 @@ TINY = {
 }
 
 
-def run_example(name: str, **options: object) -> subprocess.CompletedProcess[str]:
+def run_example(
+    name: str, env: dict[str, str] | None = None, **options: object
+) -> subprocess.CompletedProcess[str]:
     pairs = [(f"--{option.replace('_', '-')}", str(value)) for option, value in options.items()]
     command = [sys.executable, str(EXAMPLES / name), *(word for pair in pairs for word in pair)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    env = {**os.environ, **QUICK, **(env or {})}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, env=env
+    )
 
 
 def test_demo_trains_with_both_optimizers_and_compares_them(tmp_path: Path):
@@ -83,9 +93,133 @@ def test_demo_explains_bad_options_in_one_line(
     assert words in line
 
 
-def test_quickstart_prints_a_falling_loss():
-    process = run_example("quickstart.py")
+def printed_by(name: str) -> str:
+    """What an example prints, with single spaces; nothing went wrong, and nothing surprised."""
+    process = run_example(name)
     assert process.returncode == 0, process.stderr
-    losses = [float(line.split()[-1]) for line in process.stdout.splitlines()]
+    assert "MuonWarning" not in process.stderr
+    return re.sub(" +", " ", process.stdout)
+
+
+def losses_in(printed: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step +\d+ loss (\S+)", printed, re.MULTILINE)]
+
+
+def test_quickstart_prints_a_falling_loss():
+    losses = losses_in(printed_by("quickstart.py"))
     assert len(losses) == 6
     assert losses[-1] < losses[0] / 10
+
+
+@pytest.mark.parametrize(
+    ("name", "bound", "lines"),
+    [
+        (
+            "flax_nnx.py",
+            0.1,
+            [
+                "embed/embedding 32 x 64 adam embedding",
+                "up/kernel 64 x 256 1 of 64 x 256 muon 2 weight matrix",
+                "up/kernel 1 of 64 x 256 float32 fsdp, - gather 57.3 kB",
+                "down/kernel 1 of 256 x 64 float32 fsdp, - gram 459 kB",
+            ],
+        ),
+        (
+            "flax_linen.py",
+            0.1,
+            [
+                "layers/attention/query/kernel 2 x 32 x 4 x 8 2 of 32 x 32 muon 1 ",
+                "layers/attention/out/kernel 2 x 4 x 8 x 32 2 of 32 x 32 muon 1 ",
+                "layers/up/kernel 2 x 32 x 128 2 of 32 x 128 muon 2 ",
+                "layers/RMSNorm_*/scale x 2 2 x 32 adam ",
+            ],
+        ),
+        (
+            "shard_map.py",
+            0.15,
+            [
+                "up 1 of 64 x 128 float32 fsdp, - gather 28.7 kB",
+                "down 1 of 128 x 64 float32 -, fsdp gather 28.7 kB",
+            ],
+        ),
+        (
+            "scanned_layers.py",
+            0.1,
+            [
+                "layers/up 4 x 32 x 128 4 of 32 x 128 muon 2 ",
+                "layers/up 4 of 32 x 128 float32 fsdp, tp all_to_all 28.7 kB",
+                "layers/down 4 of 128 x 32 float32 tp, fsdp all_to_all 28.7 kB",
+            ],
+        ),
+        (
+            "mixture_of_experts.py",
+            0.15,
+            [
+                "up 8 x 32 x 64 8 of 32 x 64 muon 1.414 ",
+                "up 2 of 32 x 64 float32 fsdp, - all_to_all 8.19 kB",
+                "router 32 x 8 adam ",
+            ],
+        ),
+    ],
+)
+def test_a_model_trains_and_its_tables_say_how(name: str, bound: float, lines: list[str]):
+    printed = printed_by(name)
+    losses = losses_in(printed)
+    assert losses[0] > 1.0
+    assert losses[-1] < bound
+    for line in lines:
+        assert f"\n{line}" in printed
+
+
+def test_a_convolutional_network_learns_to_read_digits():
+    printed = printed_by("convolution.py")
+    assert "\nsecond/kernel 3 x 3 x 16 x 32 1 of 144 x 32 muon 1 " in printed
+    assert "\nfirst/kernel 3 x 3 x 1 x 16 adam " in printed
+    assert losses_in(printed)[-1] < 0.2
+    accuracy = float(printed.split()[-1])
+    assert accuracy > 0.93
+
+
+def test_lora_factors_train_by_either_optimizer_on_a_frozen_base():
+    by_adamw, by_muon = printed_by("lora.py").split("the base is as it was: True\n\n")[:2]
+    assert "\nlayer/lora_a 64 x 4 adam LoRA factor\n" in by_adamw
+    assert "\nlayer/lora_a 64 x 4 1 of 64 x 4 muon 1 LoRA factor\n" in by_muon
+    for printed in (by_adamw, by_muon):
+        assert "\nlayer/base 64 x 64 frozen pretrained\n" in printed
+        losses = losses_in(printed)
+        assert losses[-1] < losses[0] / 10
+
+
+def both_losses(printed: str, other: str) -> np.ndarray:
+    pairs = re.findall(rf"loss (\S+) with {other} (\S+)", printed)
+    return np.array(pairs, float).T
+
+
+def test_a_run_of_optax_goes_on_with_the_same_losses():
+    printed = printed_by("from_optax.py")
+    ours, theirs = both_losses(printed, "optax")
+    assert len(ours) == 6
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4)
+    assert ours[-1] < losses_in(printed)[0] / 10
+
+
+def test_a_run_of_torch_goes_on_with_the_same_losses():
+    pytest.importorskip("torch")
+    printed = printed_by("from_torch.py")
+    ours, theirs = both_losses(printed, "torch")
+    assert len(ours) == 5
+    assert ours[0] == pytest.approx(theirs[0], abs=2e-4)  # the same weights, as printed
+    np.testing.assert_allclose(ours, theirs, rtol=0.02)  # updates are of bfloat16
+    assert ours[-1] < losses_in(printed)[0] / 5
+
+
+def test_without_torch_the_example_says_what_to_install(tmp_path: Path):
+    (tmp_path / "torch.py").write_text("raise ImportError")
+    process = run_example("from_torch.py", env={"PYTHONPATH": str(tmp_path)})
+    assert process.returncode == 1
+    assert process.stderr == "this example needs PyTorch: pip install 'muon-optax[torch]'\n"
+
+
+def test_the_list_of_examples_is_whole():
+    listed = re.findall(r"`(\w+\.py)`", (EXAMPLES / "README.md").read_text())
+    assert sorted(listed) == sorted(path.name for path in EXAMPLES.glob("*.py"))
