@@ -6,6 +6,8 @@ import inspect
 import itertools
 import json
 import re
+import runpy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,7 +20,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from running import first_update
 
 import muon_optax
-from muon_optax import MatrixView, muon, plan, recipes, report
+from muon_optax import MatrixView, interop, muon, plan, recipes, report
 from muon_optax.plans import quantity
 from muon_optax.polar import SCHEDULES
 from muon_optax.scaling import Scale
@@ -28,6 +30,16 @@ DOCS = ROOT / "docs"
 # These have tests beside what they describe.
 ELSEWHERE = {"torch.md", "command_line.md", "multiprocess.md"}
 PAGES = sorted(page.name for page in DOCS.glob("*.md") if page.name not in ELSEWHERE)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_to_compile():
+    """The code is small: compiling it takes most of the time."""
+    name = "jax_disable_most_optimizations"
+    before = jax.config.read(name)
+    jax.config.update(name, True)
+    yield
+    jax.config.update(name, before)
 
 
 @functools.cache
@@ -159,3 +171,71 @@ def test_torchs_arguments_are_muons():
     rows = rows_of("migration.md", "| `torch.optim.Muon` | `muon`")
     ours = [re.findall(r"`(\w+)`", row[1]) for row in rows]
     assert set(itertools.chain(*ours)) <= set(inspect.signature(muon).parameters)
+
+
+def test_the_bytes_of_the_plan_are_the_compiled_ones():
+    records = json.loads((ROOT / "benchmarks/results/aot_bytes.json").read_text())["records"]
+    ours = [record for record in records if "formula" in record]
+    places = {(record["platform"], record["devices"]) for record in ours}
+    assert {("cuda", 8), ("cuda", 1024)} <= places
+    assert all(round(record["received"] / record["formula"], 2) == 1 for record in ours)
+
+
+def test_the_cosine_of_two_conventions():
+    """Gradients that have nothing in common: the weights of the mixes are their coordinates."""
+    ours, theirs = (
+        reference.mixes(np.eye(20), bias_correction=correction) for correction in (True, False)
+    )
+    pairs = [(ours[t - 1], theirs[t - 1]) for t in (1, 2, 5, 20)]
+    cosines = [a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in pairs]
+    assert [f"{c:.3f}" for c in cosines] == ["1.000", "0.997", "0.999", "1.000"]
+
+
+def public_names() -> Iterator[tuple[Any, str]]:
+    for module in (muon_optax, recipes, interop):
+        yield from ((module, name) for name in module.__all__)
+
+
+def test_every_public_name_has_an_example_and_is_in_the_docs():
+    pages = [(DOCS / name).read_text() for name in (*PAGES, *ELSEWHERE)]
+    words = set(re.findall(r"\w+", " ".join([*pages, (ROOT / "README.md").read_text()])))
+    index = set(re.findall(r"\w+", (DOCS / "README.md").read_text()))
+    for module, name in public_names():
+        thing = getattr(module, name)
+        assert name in words, name
+        assert name in index, name
+        if name != "MuonDimensionNumbers":  # optax's own
+            assert ">>> " in thing.__doc__, name
+
+
+def test_links_lead_somewhere():
+    for page in [*DOCS.glob("*.md"), ROOT / "README.md"]:
+        for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+            path, _, anchor = target.partition("#")
+            found = page if not path else (page.parent / path).resolve()
+            assert target.startswith("http") or found.exists(), f"{page.name}: {target}"
+            if anchor:
+                assert anchor in anchors(found), f"{page.name}: {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_index_has_every_page():
+    index = (DOCS / "README.md").read_text()
+    for name in {page.name for page in DOCS.glob("*.md")} - {"README.md"}:
+        assert f"]({name})" in index, name
+
+
+def test_the_figures_are_drawn_as_they_are_kept(tmp_path):
+    pytest.importorskip("matplotlib")
+    figures = runpy.run_path(str(DOCS / "figures.py"))
+    figures["main"](tmp_path)
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == {path.name for path in DOCS.glob("*.png")}
+    for name in drawn:
+        assert (DOCS / name).stat().st_size < 60_000
+        assert any(f"]({name})" in (DOCS / page).read_text() for page in PAGES)

@@ -1,0 +1,186 @@
+"""Every message in docs/troubleshooting.md is one that the library gives, and every fix is one."""
+
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import sharded
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from muon_optax import (
+    MatrixView,
+    MuonWarning,
+    Rule,
+    check_state,
+    default_rules,
+    flax_matrix_views,
+    muon,
+    plan,
+    state_shardings,
+)
+from muon_optax.interop import from_optax
+
+PAGE = (Path(__file__).parents[1] / "docs" / "troubleshooting.md").read_text()
+MESSAGES = re.findall(r"^\| `(.+?)` \|", PAGE, re.MULTILINE)
+
+
+def ones(*shape: int) -> np.ndarray:
+    return np.ones(shape, np.float32)
+
+
+W = {"w": ones(4, 4)}
+TWO = {"w": ones(4, 4), "v": ones(4, 4)}
+CONV = {"w": ones(4, 4), "conv": ones(3, 3, 4, 4)}
+STACK = {"w": ones(3, 4, 5), "b": ones(3, 4)}
+MIX = {"mix": {"kernel": ones(3, 4, 5)}}
+TIED = dict.fromkeys(("up", "lm_head"), W["w"])
+QKV = {"qkv": ones(64, 80)}
+HALF = {"w": ones(4, 4).astype(jnp.bfloat16)}
+MESH8 = AbstractMesh((8,), ("f",))
+STRUCT = {"w": jax.ShapeDtypeStruct((16, 32), "float32")}
+
+
+def init(params: Any, **options: Any) -> Callable[[], Any]:
+    return lambda: muon(0.1, **options).init(params)
+
+
+def on_mesh(make: Callable[..., Any], kind: str = "explicit", **options: Any) -> Callable[[], Any]:
+    """Traces an update of a matrix whose rows are sharded."""
+
+    def trace():
+        where = NamedSharding(sharded.make_mesh({"f": 8}, kind), P("f"))
+        params = {"w": jax.device_put(jnp.ones((16, 32)), where)}
+        tx = make(0.1, **options)
+        return jax.jit(tx.update).lower(params, tx.init(params), params)
+
+    return trace
+
+
+def in_shard_map(check_vma: bool, **options: Any) -> Callable[[], Any]:
+    mesh = sharded.make_mesh({"f": 8})
+
+    def body(x):
+        tx = muon(0.1, **options)
+        return tx.update({"w": x}, tx.init({"w": x}))[0]["w"]
+
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=P("f"), out_specs=P("f"), check_vma=check_vma)
+    x = jax.ShapeDtypeStruct((16, 32), "float32", sharding=NamedSharding(mesh, P("f")))
+    return lambda: jax.jit(mapped).lower(x)
+
+
+def planned(shape: tuple[int, ...], where: Any, **options: Any) -> Callable[[], Any]:
+    return lambda: plan({"w": jax.ShapeDtypeStruct(shape, "float32")}, where, **options)
+
+
+def injected(params: Any, inject: Any = None, **options: Any) -> Callable[[], Any]:
+    tx = optax.inject_hyperparams(muon, **(inject or {}))
+    return lambda: tx(learning_rate=0.1, **options).init(params)
+
+
+def update(tx: Any, grads: Any, *params: Any, begin: Any = None) -> Callable[[], Any]:
+    start = begin or tx.init
+    return lambda: jax.eval_shape(tx.update, grads, start(grads), *params)
+
+
+def of_optax(params: Any) -> Any:
+    return optax.contrib.muon(0.1).init(params)
+
+
+def labelled(label: Any, params: Any = W) -> Any:
+    return init(params, partition=label)
+
+
+def viewed(view: Any, params: Any) -> Any:
+    return init(params, muon_weight_dimension_numbers=view)
+
+
+RULES = default_rules()
+AS_ADAM: Any = {"w": "adam", "v": "muon"}
+ROWS = NamedSharding(MESH8, P("f"))
+CHANGED = muon(0.1, partition=AS_ADAM)
+DECAYED = muon(0.1, weight_decay=0.1)
+
+# What gives each message of the page, in its order, and what the fix makes of it.
+CASES: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
+    (init({"head": W["w"]}), labelled((Rule("head", "muon"), *RULES), {"head": W["w"]})),
+    (init(CONV), viewed({"w": MatrixView(), "conv": MatrixView((0, 1, 2), 3)}, CONV)),
+    (init(STACK), viewed({"w": MatrixView(1, 2), "b": None}, STACK)),
+    (lambda: flax_matrix_views(MIX), lambda: flax_matrix_views(MIX, scanned="mix")),
+    (init(TIED), labelled((Rule("up", "adam"), *RULES), {**TIED, "v": TWO["v"]})),
+    (labelled((Rule("v", "adam"), *RULES)), labelled((Rule("v", "adam"), *RULES), TWO)),
+    (
+        labelled((*RULES, Rule("head", "muon")), {"head": W["w"], **W}),
+        labelled((Rule("head", "muon"), *RULES), {"head": W["w"], **W}),
+    ),
+    (labelled((Rule("v", "adam"), RULES), TWO), labelled((Rule("v", "adam"), *RULES), TWO)),
+    (
+        labelled({"w": "muon", "b": "muon"}, {**W, "b": ones(4)}),
+        labelled({"w": "muon", "b": "adam"}, {**W, "b": ones(4)}),
+    ),
+    (viewed(MatrixView(split=(64, 8)), QKV), viewed(MatrixView(split=(64, 8, 8)), QKV)),
+    (labelled({"w": "muon"}, TWO), labelled({"w": "muon", "v": "muon"}, TWO)),
+    (init({**W, "act": jax.nn.relu}), init({**W, "act": None})),
+    (on_mesh(optax.contrib.muon), on_mesh(muon)),
+    (on_mesh(muon, "auto"), on_mesh(muon, "auto", param_shardings=P("f"))),
+    (in_shard_map(True), in_shard_map(True, param_shardings=P("f"))),
+    (in_shard_map(False), in_shard_map(False, param_shardings=P("f"))),
+    (planned((18, 4), ROWS), planned((18, 4), NamedSharding(MESH8, P()))),
+    (on_mesh(muon, strategy="gram"), on_mesh(muon, strategy="gather")),
+    (on_mesh(muon, strategy=(("v", "gather"),)), on_mesh(muon, strategy=(("w", "gather"),))),
+    (planned((16, 32), P("f")), planned((16, 32), ROWS)),
+    (
+        lambda: state_shardings(muon(0.1), STRUCT),
+        lambda: state_shardings(muon(0.1), STRUCT, ROWS),
+    ),
+    (lambda: muon(0.1, "dion", 6), lambda: muon(0.1, "dion")),
+    (injected(W, ns_steps=5), injected(W, {"static_args": ("ns_steps",)}, ns_steps=5)),
+    (injected(HALF), injected(HALF, {"hyperparam_dtype": jnp.float32})),
+    (lambda: muon(0.1, beta=lambda count: 0.9), injected(W, beta=lambda count: 0.9)),  # pyright: ignore
+    (
+        lambda: muon(0.1, scale="match_rms_adamw", consistent_rms=0.2),
+        lambda: muon(0.1, scale="match_rms_adamw"),
+    ),
+    (lambda: muon(0.1, nesterov="false"), lambda: muon(0.1, nesterov=False)),  # pyright: ignore
+    (update(DECAYED, W), update(DECAYED, W, W)),
+    (update(CHANGED, TWO, begin=muon(0.1).init), update(muon(0.1), TWO, begin=muon(0.2).init)),
+    (
+        lambda: check_state(CHANGED, TWO, muon(0.1).init(TWO)),
+        lambda: check_state(muon(0.2), TWO, muon(0.1).init(TWO)),
+    ),
+    (
+        update(muon(0.1), W, begin=of_optax),
+        update(muon(0.1), W, begin=lambda params: from_optax(of_optax(params), params)),
+    ),
+    (lambda: from_optax(optax.adamw(0.1).init(W), W), init(W)),
+]
+
+
+def told(call: Callable[[], Any]) -> list[str]:
+    """The warnings and the error of a call."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            call()
+        except Exception as error:
+            return [str(w.message) for w in caught] + [str(error)]
+    return [str(w.message) for w in caught if issubclass(w.category, MuonWarning)]
+
+
+@pytest.mark.parametrize(
+    ("message", "broken", "fixed"),
+    [(message, *case) for message, case in zip(MESSAGES, CASES, strict=True)],
+    ids=[message[:40] for message in MESSAGES],
+)
+def test_the_message_comes_and_the_fix_fixes(message, broken, fixed):
+    pattern = ".*".join(re.escape(part) for part in message.split("…"))
+    found = [" ".join(text.split()) for text in told(broken)]
+    assert any(re.match(pattern, text) for text in found), found
+    assert told(fixed) == []
