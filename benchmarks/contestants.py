@@ -147,11 +147,18 @@ def _torch_step(case: Case, grads: Tree) -> tuple[Callable[[], None], dict[str, 
     return step, matrices
 
 
-def accuracy(direction: np.ndarray, gradient: np.ndarray) -> dict[str, float]:
-    """Distance to the polar factor, ‖O − UVᵀ‖_F / √m, and the range of singular values."""
+def polar_factor(gradient: np.ndarray) -> np.ndarray:
+    """UVᵀ by a float64 SVD."""
     u, _, vt = np.linalg.svd(gradient.astype(np.float64), full_matrices=False)
-    values = np.linalg.svd(direction.astype(np.float64), compute_uv=False)
-    error = np.linalg.norm(direction - u @ vt) / math.sqrt(len(values))
+    return u @ vt
+
+
+def accuracy(direction: np.ndarray, exact: np.ndarray) -> dict[str, float]:
+    """Distance to the polar factor, ‖O − UVᵀ‖_F / √m, and the range of singular values."""
+    wide = np.asarray(direction if direction.shape[0] <= direction.shape[1] else direction.T)
+    wide = wide.astype(np.float64)
+    values = np.sqrt(np.maximum(np.linalg.eigvalsh(wide @ wide.T), 0))
+    error = np.linalg.norm(direction - exact) / math.sqrt(len(values))
     return {"pol": float(error), "low": float(values.min()), "high": float(values.max())}
 
 

@@ -34,6 +34,7 @@ from benchmarks.contestants import (
     accuracy,
     direction_of,
     needed_flops,
+    polar_factor,
     step_of,
 )
 
@@ -67,8 +68,11 @@ def measure(
     steps = {name: step_of(name, case, grads, dtype) for name in names}
     samples = timing.interleaved({**steps, **products()}, rounds)
     record = {name: _row(name, case, samples) for name in names}
+    leaves = {shape[-2:]: leaf for leaf, shape in case.shapes.items() if max(shape) <= SVD_MAX}
+    first = {leaf: grads[leaf].reshape(-1, *shape)[0] for shape, leaf in leaves.items()}
+    exact = {leaf: polar_factor(gradient) for leaf, gradient in first.items()}
     for name in names:
-        record[name]["accuracy"] = _worst_accuracy(name, case, grads, dtype)
+        record[name]["accuracy"] = _worst_accuracy(name, first, exact, dtype)
     return {"rounds": rounds, "machine": timing.machine(), "contestants": record}
 
 
@@ -99,14 +103,12 @@ def _row(name: str, case: Case, samples: timing.Samples) -> dict[str, Any]:
     return row
 
 
-def _worst_accuracy(name: str, case: Case, grads: Tree, dtype: str) -> dict[str, float]:
-    leaves = {shape[-2:]: leaf for leaf, shape in case.shapes.items() if max(shape) <= SVD_MAX}
+def _worst_accuracy(name: str, first: Tree, exact: Tree, dtype: str) -> dict[str, float]:
+    """Over one matrix of each shape; nothing where all are too large."""
     rows = []
-    for shape, leaf in leaves.items():
-        gradient = grads[leaf].reshape(-1, *shape)[0]  # the first stands for a stack
-        one = Case(case.name, {leaf: shape})
-        direction = direction_of(name, one, {leaf: gradient}, leaf, dtype)
-        rows.append(accuracy(direction, gradient))
+    for leaf, gradient in first.items():
+        one = Case(leaf, {leaf: gradient.shape})
+        rows.append(accuracy(direction_of(name, one, {leaf: gradient}, leaf, dtype), exact[leaf]))
     if not rows:
         return {}
     return {
