@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from muon_optax import muon, plan, report
@@ -58,7 +58,7 @@ print(report(params))  # who gets Muon, and why
 print(plan(params))  # what each device receives and computes
 
 pairs = jnp.stack(jnp.meshgrid(jnp.arange(N), jnp.arange(N)), -1).reshape(-1, 2)
-pairs = jax.device_put(pairs, NamedSharding(mesh, P("fsdp")))
+pairs = jax.device_put(pairs, P("fsdp"))
 for step in range(41):
     loss = train_step(model, optimizer, pairs)
     if step % 10 == 0:

@@ -58,4 +58,4 @@ new = recipes.optax_muon(schedule)
 _, _, ours = train(new, params, from_optax(state, params), range(50, 101))
 _, _, theirs = train(old, params, state, range(50, 101))
 for step in range(50, 101, 10):
-    print(f"step {step}  loss {ours[step - 50]:.6f}  with optax {theirs[step - 50]:.6f}")
+    print(f"step {step}  loss {ours[step - 50]:.7f}  with optax {theirs[step - 50]:.7f}")

@@ -1,8 +1,8 @@
 """LoRA fine-tuning: a frozen base, and low-rank factors that AdamW or Muon trains.
 
-By default factors named lora_* get AdamW, as they do where LoRA is usual; a rule before the default
-ones gives them to Muon. A frozen leaf has no state and its update is zero; a new layer, trained
-whole, gets Muon. Run it with `python examples/lora.py`.
+Factors named lora_* get AdamW by default; a rule before the default ones gives them to Muon. A
+frozen leaf has no state and its update is zero. A new layer, trained whole, gets Muon. Run it with
+`python examples/lora.py`.
 """
 
 import functools
@@ -52,7 +52,7 @@ def make_task() -> dict:
 
 @functools.partial(jax.jit, static_argnames="tx")
 def train_step(tx: optax.GradientTransformation, params: dict, state: optax.OptState, x: jax.Array):
-    """One step; gradients of the base are computed for nothing, and so not at all once compiled."""
+    """One step; the compiler leaves out the gradient of the base, which nothing uses."""
     target = apply(make_task(), x)
     loss, grads = jax.value_and_grad(lambda p: jnp.mean((apply(p, x) - target) ** 2))(params)
     updates, state = tx.update(grads, state, params)

@@ -24,6 +24,7 @@ SHAPES = {"embed": (8, 64), "up": (64, 128), "down": (128, 64), "head": (64, 8)}
 SPECS = {"embed": P(None, "fsdp"), "up": P("fsdp"), "down": P(None, "fsdp"), "head": P("fsdp")}
 Params = dict[str, jax.Array]
 
+rows = NamedSharding(mesh, P("fsdp"))
 where = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
 keys = jax.random.split(jax.random.key(0), len(SHAPES))
 params = {
@@ -70,6 +71,6 @@ print(plan(params, where))  # what each device receives and computes
 state = jax.jit(tx.init, out_shardings=state_where)(params)
 for step in range(101):
     batch = jax.random.normal(jax.random.key(step), (256, 8))
-    params, state, loss = train_step(params, state, jax.device_put(batch, where["up"]))
+    params, state, loss = train_step(params, state, jax.device_put(batch, rows))
     if step % 20 == 0:
         print(f"step {step:3}  loss {loss:.4f}")
