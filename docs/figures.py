@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from matplotlib.figure import Figure
 from PIL import Image
 
-from muon_optax import newton_schulz, plan
+from muon_optax import plan
 from muon_optax.polar import SCHEDULES
 
 SHOWN = ("jordan", "dion", "polar_express", "tight", "fast")
@@ -27,24 +26,30 @@ def sigma() -> Figure:
     curves, values = figure.subplots(1, 2)
     before = np.geomspace(1e-4, 1, 2000)
     for name in SHOWN:
-        after = before
-        for a, b, c in SCHEDULES[name].rows:
-            after = a * after + b * after**3 + c * after**5
-        norm = {"schatten8": "Schatten-8"}.get(SCHEDULES[name].preconditioning, "Frobenius")
-        curves.plot(before, after, lw=1.2, label=f"{name} ({norm})")
+        norm = "Schatten-8" if _order(name) == 8 else "Frobenius"
+        curves.plot(before, _after(name, before), lw=1.2, label=f"{name} ({norm})")
     curves.set(xscale="log", xlabel="singular value / norm, before", ylabel="after", ylim=(0, 1.3))
     curves.legend(fontsize=7)
-    x = jax.random.normal(jax.random.key(0), (256, 256))
-    values.plot(_sigmas(x) / 16, "k", lw=1.2, label="before, divided by 16")
-    for name in SHOWN[:1] + SHOWN[3:4]:
-        values.plot(_sigmas(newton_schulz(x, name)), lw=1.2, label=f"after {name}")
+    x = np.random.default_rng(0).normal(size=(256, 256)) / 16
+    found = np.linalg.svd(x, compute_uv=False)
+    values.plot(found, "k", lw=1.2, label="before")
+    for name in ("jordan", "tight"):
+        after = _after(name, found / np.linalg.norm(found, _order(name)))
+        values.plot(np.sort(after)[::-1], lw=1.2, label=f"after {name}")
     values.set(xlabel="singular values of a Gaussian 256 × 256, largest first", ylim=(0, 2.1))
     values.legend(fontsize=7)
     return figure
 
 
-def _sigmas(x: jax.Array) -> np.ndarray:
-    return np.asarray(jnp.linalg.svd(x, compute_uv=False))
+def _order(name: str) -> int:
+    """The order of the Schatten norm that a schedule divides by; Frobenius's is 2."""
+    return 8 if SCHEDULES[name].preconditioning == "schatten8" else 2
+
+
+def _after(name: str, sigma: np.ndarray) -> np.ndarray:
+    for a, b, c in SCHEDULES[name].rows:
+        sigma = a * sigma + b * sigma**3 + c * sigma**5
+    return sigma
 
 
 def all_to_all() -> Figure:

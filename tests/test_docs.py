@@ -73,6 +73,12 @@ def rows_of(name: str, header: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table[1:]]
 
 
+def evaluated(cell: str, *modules: Any) -> Any:
+    """What a cell's code gives, with the names of some modules."""
+    names = {name: thing for module in modules for name, thing in vars(module).items()}
+    return eval(cell.strip("`"), names)
+
+
 def test_the_intervals_of_the_schedules():
     rows = rows_of("algorithm.md", "| `ns_coeffs` | steps")
     assert [row[0].strip("`") for row in rows] == list(SCHEDULES)
@@ -91,7 +97,7 @@ def test_the_matrices_of_the_views():
     assert len(rows) >= 15
     for _, shape, view, matrices in rows:
         leaf = jax.ShapeDtypeStruct(eval(f"({shape},)"), "float32")
-        declared = eval(view.strip("`"), vars(muon_optax))
+        declared = evaluated(view, muon_optax)
         (row,) = report(leaf, muon_weight_dimension_numbers=declared).rows
         assert ", ".join(" × ".join(map(str, m)) for m in row.matrices) == matrices
 
@@ -99,10 +105,10 @@ def test_the_matrices_of_the_views():
 def test_the_factors_of_the_scales():
     rows = rows_of("scaling.md", "| `scale` | factor")
     assert [row[0].strip("`") for row in rows] == list(get_args(Scale))
-    for name, _, sizes, _ in rows:
+    for scale, (_, _, sizes, _) in zip(get_args(Scale), rows, strict=True):
         shapes = [(1024, 1024), (1024, 4096), (4096, 1024)]
         leaves = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
-        scales = [row.scales[0] for row in report(leaves, scale=name.strip("`")).rows]
+        scales = [row.scales[0] for row in report(leaves, scale=scale).rows]
         rms = [s / max(shape) ** 0.5 for s, shape in zip(scales, shapes, strict=True)]
         assert sizes == ", ".join(f"{x:.3g}" for x in rms)
 
@@ -147,8 +153,8 @@ HIDDEN = {name: TREE[name] for name in ("up", "bias")}
 
 def test_what_optax_users_write():
     for theirs, ours in rows_of("migration.md", "| `optax.contrib` |"):
-        want = first_update(eval(theirs.strip("`"), vars(optax.contrib)), HIDDEN, jit=True)
-        got = first_update(eval(ours.strip("`"), vars(muon_optax)), HIDDEN, jit=True)
+        want = first_update(evaluated(theirs, optax.contrib), HIDDEN, jit=True)
+        got = first_update(evaluated(ours, muon_optax), HIDDEN, jit=True)
         for name in HIDDEN:
             assert reference.relative_error(got[name], want[name]) <= 1e-5, theirs
 
@@ -163,7 +169,7 @@ def test_recipes_written_out():
 
 def program(call: str) -> str:
     """The first update of an optimizer, compiled as far as to be compared."""
-    tx = eval(call.strip("`"), {**vars(muon_optax), **vars(recipes)})
+    tx = evaluated(call, muon_optax, recipes)
     return jax.jit(tx.update).lower(TREE, jax.eval_shape(tx.init, TREE), TREE).as_text()
 
 
@@ -173,19 +179,27 @@ def test_torchs_arguments_are_muons():
     assert set(itertools.chain(*ours)) <= set(inspect.signature(muon).parameters)
 
 
-def test_the_bytes_of_the_plan_are_the_compiled_ones():
+def test_the_bytes_of_compiled_programs():
     records = json.loads((ROOT / "benchmarks/results/aot_bytes.json").read_text())["records"]
     ours = [record for record in records if "formula" in record]
     places = {(record["platform"], record["devices"]) for record in ours}
-    assert {("cuda", 8), ("cuda", 1024)} <= places
+    assert {("cuda", 8), ("cuda", 64), ("cuda", 512), ("cuda", 1024)} <= places
+    assert "tpu" in {platform for platform, _ in places}
     assert all(round(record["received"] / record["formula"], 2) == 1 for record in ours)
+    names = ("platform", "devices", "layout", "contestant", "scanned")
+    received = {tuple(record[n] for n in names): record["received"] for record in records}
+    for layout, *cells in rows_of("sharding.md", "| Llama-3-8B, 64 H100s"):
+        found = [received["cuda", 64, layout.strip("`"), who, True] for who in CONTESTANTS]
+        assert cells == [*(quantity(x, "B") for x in found), f"{found[1] / found[0]:.0f}"]
+
+
+CONTESTANTS = ("muon_optax", "optax")
 
 
 def test_the_cosine_of_two_conventions():
     """Gradients that have nothing in common: the weights of the mixes are their coordinates."""
-    ours, theirs = (
-        reference.mixes(np.eye(20), bias_correction=correction) for correction in (True, False)
-    )
+    grads = list(np.eye(20))
+    ours, theirs = (reference.mixes(grads, bias_correction=is_ours) for is_ours in (True, False))
     pairs = [(ours[t - 1], theirs[t - 1]) for t in (1, 2, 5, 20)]
     cosines = [a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in pairs]
     assert [f"{c:.3f}" for c in cosines] == ["1.000", "0.997", "0.999", "1.000"]

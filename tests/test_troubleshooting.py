@@ -68,7 +68,7 @@ def in_shard_map(check_vma: bool, **options: Any) -> Callable[[], Any]:
     mesh = sharded.make_mesh({"f": 8})
 
     def body(x):
-        tx = muon(0.1, **options)
+        tx: Any = muon(0.1, **options)
         return tx.update({"w": x}, tx.init({"w": x}))[0]["w"]
 
     mapped = jax.shard_map(body, mesh=mesh, in_specs=P("f"), out_specs=P("f"), check_vma=check_vma)
