@@ -128,7 +128,8 @@ def test_the_factors_of_the_scales():
 def test_the_best_rates_of_the_demo():
     tuned = json.loads((ROOT / "benchmarks/results/demo_grid.json").read_text())["tuned"]
     assert {(run["muon_rate"], run["adamw_rate"]) for run in tuned} == {(0.02, 0.008)}
-    assert "0.02 for Muon and 0.008 for AdamW" in " ".join((DOCS / "scaling.md").read_text().split())
+    page = (DOCS / "scaling.md").read_text()
+    assert "0.02 for Muon and 0.008 for AdamW" in " ".join(page.split())
 
 
 def test_the_strategies_of_the_layouts():
