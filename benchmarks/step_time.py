@@ -158,15 +158,17 @@ def plot(path: Path, cases: dict[str, Any]) -> None:
     shown = [*OURS, "optax", "optax dion", TORCH]
     height = 0.85 / len(shown)
     for i, name in enumerate(shown):
-        rows = [c["contestants"][name]["cpu"]["speed"] for c in cases.values()]
-        middle = [r["median"] for r in rows]
-        ends = [
-            [r["median"] - r["q1"] for r in rows],
-            [r["q3"] - r["median"] for r in rows],
-        ]
+        rows = {
+            j: case["contestants"][name]["cpu"]["speed"]
+            for j, case in enumerate(cases.values())
+            if name in case["contestants"]
+        }
+        middle = [r["median"] for r in rows.values()]
+        low = [r["median"] - r["q1"] for r in rows.values()]
+        high = [r["q3"] - r["median"] for r in rows.values()]
         label = f"muon_optax {name}" if name in OURS else name
-        where = [j + (i - len(shown) / 2) * height for j in range(len(cases))]
-        axes.barh(where, middle, height, xerr=ends, label=label, error_kw={"lw": 0.7})
+        where = [j + (i - len(shown) / 2) * height for j in rows]
+        axes.barh(where, middle, height, xerr=[low, high], label=label, error_kw={"lw": 0.7})
     axes.set_yticks(range(len(cases)), list(cases))
     axes.invert_yaxis()
     axes.set_xlabel("speed of a whole step (CPU time), optax default = 1")
