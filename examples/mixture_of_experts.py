@@ -79,8 +79,8 @@ tx = muon(
 print(report(params, muon_weight_dimension_numbers=views))
 print(plan(params, muon_weight_dimension_numbers=views))
 state = jax.jit(tx.init)(params)
-for step in range(101):
+for step in range(61):
     batch = jax.random.normal(jax.random.key(step), (256, 8))
     params, state, loss = train_step(params, state, batch)
     if step % 20 == 0:
-        print(f"step {step:3}  loss {loss:.4f}")
+        print(f"step {step:2}  loss {loss:.4f}")

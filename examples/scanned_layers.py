@@ -73,8 +73,8 @@ params = make_params()
 print(report(params, muon_weight_dimension_numbers=VIEWS))
 print(plan(params, muon_weight_dimension_numbers=VIEWS))
 state = jax.jit(tx.init)(params)
-for step in range(101):
+for step in range(61):
     batch = jax.random.normal(jax.random.key(step), (256, 8))
     params, state, loss = train_step(params, state, jax.device_put(batch, P("fsdp")))
     if step % 20 == 0:
-        print(f"step {step:3}  loss {loss:.4f}")
+        print(f"step {step:2}  loss {loss:.4f}")

@@ -69,8 +69,8 @@ def train_step(blocks: Params, state: optax.OptState, x: jax.Array):
 
 print(plan(params, where))  # what each device receives and computes
 state = jax.jit(tx.init, out_shardings=state_where)(params)
-for step in range(101):
+for step in range(61):
     batch = jax.random.normal(jax.random.key(step), (256, 8))
     params, state, loss = train_step(params, state, jax.device_put(batch, rows))
     if step % 20 == 0:
-        print(f"step {step:3}  loss {loss:.4f}")
+        print(f"step {step:2}  loss {loss:.4f}")
