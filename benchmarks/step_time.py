@@ -173,7 +173,7 @@ def plot(path: Path, cases: dict[str, Any]) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("speed of a whole step (CPU time), optax default = 1")
     axes.axvline(1, color="black", lw=0.7)
-    axes.legend(loc="lower right", fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8)
     axes.grid(axis="x", alpha=0.3)
     figure.savefig(path, dpi=130)
 
