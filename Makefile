@@ -4,13 +4,24 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test parity bench-aot lint clean
+.PHONY: demo test test-newest parity bench-aot lint clean
 
 demo: $(INSTALLED)  ## train a small GPT with Muon and with AdamW; writes demo/curves.png
 	$(BIN)/python examples/train_gpt.py --output demo
 
 test: $(INSTALLED)  ## the whole test suite, doctests included
 	$(BIN)/python -m pytest -n 2
+
+# The other end of the versions: what Python 3.12 installs. What depends on JAX and Flax is run.
+NEWEST := execute sharding_transforms sharding_state specs optax_parity flax_views conventions_jax conventions_optax conventions_models
+
+test-newest: .venv-newest/.installed  ## a part of the suite with Python 3.12 and the newest JAX
+	.venv-newest/bin/python -m pytest -n 2 $(NEWEST:%=tests/test_%.py)
+
+.venv-newest/.installed: pyproject.toml
+	python3.12 -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	touch $@
 
 parity: $(INSTALLED)  ## every mesh, precision and recipe against PyTorch's FSDP2
 	$(BIN)/python -m muon_optax parity --grid --worst --json benchmarks/results/parity_grid.json
@@ -43,4 +54,4 @@ $(INSTALLED): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-cuda .venv-tpu demo
+	rm -rf $(VENV) .venv-newest .venv-cuda .venv-tpu demo

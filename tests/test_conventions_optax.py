@@ -116,7 +116,26 @@ def test_injected_schedules_over_half_precision(place):
     assert_right(place, got, of_halves(), bound=4e-2)
 
 
-@everywhere
+# Under jit, MultiSteps forms zeros like the gradients without their layout, from jax 0.12 on; its
+# cond then refuses what it adds to them. An eager init gives them the layout.
+accumulating = pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(
+            place,
+            marks=pytest.mark.xfail(
+                place.name == "explicit" and jax.__version_info__ >= (0, 12),
+                strict=True,
+                reason="optax.MultiSteps under jit(init) on Explicit meshes",
+            ),
+        )
+        for place in PLACES
+    ],
+    ids=lambda place: place.name,
+)
+
+
+@accumulating
 def test_gradient_accumulation(place):
     parts = [jax.tree.map(lambda x, k=k: k * x, g) for g in GRADS for k in (0.5, 1.5)]
     tx = optax.MultiSteps(place.muon(), 2)
@@ -134,7 +153,7 @@ def test_a_step_that_is_not_finite_is_skipped(place):
     assert_right(place, updates[1:], plain())
 
 
-@everywhere
+@accumulating
 def test_accumulation_skips_what_is_not_finite(place):
     bad = jax.tree.map(lambda x: np.full_like(x, np.nan), GRADS[0])
     tx = optax.MultiSteps(place.muon(), 1, should_skip_update_fn=optax.skip_not_finite)

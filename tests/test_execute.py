@@ -353,7 +353,6 @@ def test_nested_shard_maps_over_the_other_axes(kind):
         sharded.assert_lies(updates[name], where[name])
 
 
-@pytest.mark.xfail(strict=True, reason="measured an error of 0.28: blocks are put in wrong order")
 def test_an_order_of_axes_that_nesting_rules_out_is_an_error():
     """Inside a shard_map over d, f cuts the blocks of d, and not the other way round."""
     mesh = make_mesh({"d": 2, "f": 4}, "auto")

@@ -201,6 +201,7 @@ def read_layout(x: Any, declared: Declared = None) -> Layout:
     spec = _normalised(written, len(x.shape), mesh)
     shape = _whole(x.shape, spec, mesh, manual)
     _check_divides(shape, spec, mesh)
+    _check_nesting(spec, manual)
     used = {a for axes in spec for a in axes}
     free = tuple(a for a in known if a not in used and mesh.shape[a] > 1)
     return Layout(shape, mesh, spec, written, free, manual, known)
@@ -373,6 +374,17 @@ def _check_divides(
         if n % count:
             raise ValueError(
                 f"dim {dim} of shape {shape} must be a multiple of {count}, the size of {axes}"
+            )
+
+
+def _check_nesting(spec: tuple[Axes, ...], manual: Axes) -> None:
+    """Other axes cut the blocks of a shard_map, so its own must come first."""
+    for dim, axes in enumerate(spec):
+        outer = tuple(a for a in axes if a in manual)
+        if axes[: len(outer)] != outer:
+            raise ValueError(
+                f"dim {dim} lies over {axes}, but inside a shard_map over {manual} the order must "
+                f"be {(*outer, *(a for a in axes if a not in manual))}"
             )
 
 
