@@ -13,13 +13,14 @@ test: $(INSTALLED)  ## the whole test suite, doctests included
 	$(BIN)/python -m pytest -n 2
 
 # The other end of the versions: what Python 3.12 installs. What depends on JAX and Flax is run.
+PYTHON312 ?= python3.12
 NEWEST := execute sharding_transforms sharding_state specs optax_parity flax_views conventions_jax conventions_optax conventions_models
 
 test-newest: .venv-newest/.installed  ## a part of the suite with Python 3.12 and the newest JAX
 	.venv-newest/bin/python -m pytest -n 2 $(NEWEST:%=tests/test_%.py)
 
 .venv-newest/.installed: pyproject.toml
-	python3.12 -m venv $(@D)
+	$(PYTHON312) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
 	touch $@
 
