@@ -1,10 +1,19 @@
 """Newton–Schulz schedules by name, each with its source."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Literal
+
+__all__ = [
+    "EXTENSIBLE",
+    "SCHEDULES",
+    "Preconditioning",
+    "Row",
+    "Schedule",
+    "ScheduleName",
+    "gram_restarts",
+    "make_schedule",
+]
 
 Row = tuple[float, float, float]
 ScheduleName = Literal[
@@ -46,17 +55,18 @@ class Schedule:
     Step t is ``X <- aX + (bA + cA²)X`` with ``A = XXᴴ`` and ``(a, b, c) = rows[t]``.
 
     Attributes:
-      name: The schedule's name, or ``'custom'``.
-      rows: One ``(a, b, c)`` a step.
-      restarts: The Gram method recomputes its Gram matrix after these many steps.
-      preconditioning: The norm that the input is divided by, see `muon_optax.polar.normalize`.
-      norm_factor: The norm is multiplied by this.
-      source: Where the coefficients come from.
-      needs_float32: Whether half-precision input is computed in float32: without a safety factor,
+      name: the schedule's name, or ``'custom'``.
+      rows: one ``(a, b, c)`` a step.
+      restarts: the Gram method recomputes its Gram matrix after these many steps.
+      preconditioning: the norm that the input is divided by, see `muon_optax.polar.normalize`.
+      norm_factor: the norm is multiplied by this.
+      source: where the coefficients come from.
+      needs_float32: whether half-precision input is computed in float32: without a safety factor,
         rounding carries a singular value out of the interval, where the iteration diverges.
 
-    >>> SCHEDULES["fast"].restarts, SCHEDULES["fast"].preconditioning
-    ((2,), 'schatten8')
+    Example:
+      >>> SCHEDULES["fast"].restarts, SCHEDULES["fast"].preconditioning
+      ((2,), 'schatten8')
     """
 
     name: str
@@ -72,13 +82,14 @@ def gram_restarts(rows: Sequence[Row]) -> tuple[int, ...]:
     """Steps after which the Gram method has to restart, to stay as accurate as the standard one.
 
     Args:
-      rows: The coefficients of each step.
+      rows: the coefficients of each step.
 
     Returns:
       Numbers of steps, increasing, each between 1 and ``len(rows) - 1``.
 
-    >>> gram_restarts([(3.4445, -4.7750, 2.0315)] * 5)
-    (3,)
+    Example:
+      >>> gram_restarts([(3.4445, -4.7750, 2.0315)] * 5)
+      (3,)
     """
     restarts, growth = [], 1.0
     for step, (a, _, _) in enumerate(rows):
@@ -101,8 +112,9 @@ def make_schedule(
 ) -> Schedule:
     """A `Schedule`; None for its restarts means those of `gram_restarts`.
 
-    >>> make_schedule("one step", [(1.5, -0.5, 0.0)], "Newton").restarts
-    ()
+    Example:
+      >>> make_schedule("one step", [(1.5, -0.5, 0.0)], "Newton").restarts
+      ()
     """
     restarts = gram_restarts(rows) if restarts is None else restarts
     rows = tuple(rows)

@@ -5,8 +5,6 @@ which only changes the axes that products sum over: `axis` is the long one, -1 o
 adds a batch dimension, as a product with one is slower on CPU.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable
@@ -19,6 +17,8 @@ from muon_optax.dtypes import wide_dtype
 from muon_optax.polar.coefficients import Row, Schedule
 from muon_optax.polar.normalize import Map, identity, precondition, scaled
 from muon_optax.polar.symmetric import commuting_product, gram_matrix, product
+
+__all__ = ["Exchange", "gram", "standard"]
 
 
 class Exchange(NamedTuple):
@@ -43,9 +43,9 @@ def standard(x: jax.Array, schedule: Schedule, *, axis: int, precision: str | No
 
     Args:
       x: (..., m, n), not empty; its dtype is that of the products.
-      schedule: The coefficients and the normalisation.
-      axis: The long axis, -1 or -2.
-      precision: As in `jax.lax.dot_general`.
+      schedule: the coefficients and the normalisation.
+      axis: the long axis, -1 or -2.
+      precision: as in `jax.lax.dot_general`.
 
     Returns:
       An array like `x`.
@@ -82,9 +82,9 @@ def gram(
 
     Args:
       x: (..., m, n), not empty; with an `exchange`, this device's slice along `axis`.
-      schedule: The coefficients, the normalisation, and the restarts.
-      axis: The long axis, -1 or -2.
-      precision: As in `jax.lax.dot_general`.
+      schedule: the coefficients, the normalisation, and the restarts.
+      axis: the long axis, -1 or -2.
+      precision: as in `jax.lax.dot_general`.
       exchange: Sums over the devices that hold `x`.
 
     Returns:

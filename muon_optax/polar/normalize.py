@@ -1,7 +1,5 @@
 """Scale-invariant normalisation, so that a schedule meets singular values in (0, 1]."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax
@@ -9,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from muon_optax.polar.coefficients import Preconditioning, Schedule
+
+__all__ = ["Map", "identity", "near_one", "precondition", "scaled"]
 
 Map = Callable[[jax.Array], jax.Array]
 
@@ -26,13 +26,14 @@ def near_one(x: jax.Array, maximum: Map = identity) -> jax.Array:
 
     Args:
       x: (..., m, n), not empty; float32, float64 or complex.
-      maximum: Takes the maximum of a (..., 1, 1) array over the devices that hold parts of `x`.
+      maximum: takes the maximum of a (..., 1, 1) array over the devices that hold parts of `x`.
 
     Returns:
       An array like `x`. Zeros and non-finite entries stay what they are.
 
-    >>> print(near_one(jnp.array([[0.0, 3.0]]) * 2.0**100))
-    [[0.  1.5]]
+    Example:
+      >>> print(near_one(jnp.array([[0.0, 3.0]]) * 2.0**100))
+      [[0.  1.5]]
     """
     size = maximum(jnp.max(jnp.abs(x), (-2, -1), keepdims=True))
     # The result of the iteration does not depend on this factor, so neither does its derivative.
@@ -60,19 +61,20 @@ def precondition(
 
     Args:
       gram: (..., m, m), float32, float64 or complex.
-      schedule: Its `preconditioning` is one of the above; the norm is multiplied by its
+      schedule: its `preconditioning` is one of the above; the norm is multiplied by its
         `norm_factor`.
-      square: Maps a Hermitian matrix to its square.
+      square: maps a Hermitian matrix to its square.
 
     Returns:
       The Gram matrix of ``scale * X``, its square, and the scale, (..., 1, 1) or (..., m, 1) for
       'aol'. Where the norm is 0 it is taken as 1.
 
-    >>> from muon_optax.polar import resolve_schedule
-    >>> gram = jnp.diag(jnp.array([1.0, 3.0]))
-    >>> gram, _, scale = precondition(gram, resolve_schedule("jordan"), lambda a: a @ a)
-    >>> print(gram.diagonal(), scale)
-    [0.25 0.75] [[0.5]]
+    Example:
+      >>> from muon_optax.polar import resolve_schedule
+      >>> gram = jnp.diag(jnp.array([1.0, 3.0]))
+      >>> gram, _, scale = precondition(gram, resolve_schedule("jordan"), lambda a: a @ a)
+      >>> print(gram.diagonal(), scale)
+      [0.25 0.75] [[0.5]]
     """
     trace = _nonzero(jnp.trace(gram, axis1=-2, axis2=-1).real[..., None, None])
     gram, scale = scaled(gram, 1 / trace), 1 / jnp.sqrt(trace)

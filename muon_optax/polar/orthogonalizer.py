@@ -1,7 +1,5 @@
 """The front door: which iteration runs on which matrix, in which dtype."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -18,6 +16,8 @@ from muon_optax.polar.coefficients import Preconditioning, Schedule
 from muon_optax.polar.normalize import Map, identity, near_one
 from muon_optax.polar.resolve import Coefficients, resolve_schedule
 from muon_optax.polar.symmetric import hermitian_flops
+
+__all__ = ["Method", "NewtonSchulz", "PrecisionName", "newton_schulz"]
 
 Method = Literal["auto", "standard", "gram"]
 PrecisionName = Literal["default", "high", "highest", "bfloat16", "tensorfloat32", "float32"]
@@ -41,16 +41,16 @@ def newton_schulz(
 
     Args:
       x: (..., m, n), float16, bfloat16, float32, float64, complex64 or complex128.
-      ns_coeffs: A schedule's name, a triple that every step uses, or one triple for each step.
-      ns_steps: The number of steps; None means the schedule's own length, five for a triple.
+      ns_coeffs: a schedule's name, a triple that every step uses, or one triple for each step.
+      ns_steps: the number of steps; None means the schedule's own length, five for a triple.
       method: 'standard', 'gram', or 'auto' for the one with fewer operations.
-      preconditioning: The norm to divide by, 'frobenius', 'spectral', 'schatten' (the Schatten-4
+      preconditioning: the norm to divide by, 'frobenius', 'spectral', 'schatten' (the Schatten-4
         norm), 'schatten8', or 'aol', which changes the polar factor itself. None means the
         schedule's own.
-      dtype: The dtype of the products, 'bfloat16', 'float16', 'float32' or 'float64'; None means
+      dtype: the dtype of the products, 'bfloat16', 'float16', 'float32' or 'float64'; None means
         `x`'s. Sums are float32 at least. Complex input is computed in a complex dtype of at least
         that precision.
-      precision: Of the products, as in `jax.lax.dot_general`.
+      precision: of the products, as in `jax.lax.dot_general`.
 
     Returns:
       An array of the shape and dtype of `x`.
@@ -59,10 +59,11 @@ def newton_schulz(
       TypeError: `x` is none of these dtypes, or an option has a wrong type.
       ValueError: `x` has fewer than two dimensions, or an option has a value that isn't allowed.
 
-    >>> x = jnp.array([[3.0, 0.0, 0.0], [0.0, 0.0, -0.2]])
-    >>> print(newton_schulz(x, "polar_express", 8).round(3))
-    [[ 1.  0.  0.]
-     [ 0.  0. -1.]]
+    Example:
+      >>> x = jnp.array([[3.0, 0.0, 0.0], [0.0, 0.0, -0.2]])
+      >>> print(newton_schulz(x, "polar_express", 8).round(3))
+      [[ 1.  0.  0.]
+       [ 0.  0. -1.]]
     """
     schedule = resolve_schedule(ns_coeffs, ns_steps, preconditioning)
     return NewtonSchulz(schedule, method, dtype, precision)(x)
@@ -73,14 +74,15 @@ class NewtonSchulz:
     """`newton_schulz` with its options checked and fixed: a hashable function of `x` alone.
 
     Attributes:
-      schedule: From `resolve_schedule`.
+      schedule: from `resolve_schedule`.
       method: 'auto', 'standard' or 'gram'.
-      dtype: The dtype of the products, None for that of the input.
-      precision: Of the products, as in `jax.lax.dot_general`.
+      dtype: the dtype of the products, None for that of the input.
+      precision: of the products, as in `jax.lax.dot_general`.
 
-    >>> orthogonalizer = NewtonSchulz(resolve_schedule("polar_express", 8))
-    >>> print(orthogonalizer(jnp.array([[3.0, 4.0]])).round(3))
-    [[0.6 0.8]]
+    Example:
+      >>> orthogonalizer = NewtonSchulz(resolve_schedule("polar_express", 8))
+      >>> print(orthogonalizer(jnp.array([[3.0, 4.0]])).round(3))
+      [[0.6 0.8]]
     """
 
     schedule: Schedule
@@ -111,19 +113,20 @@ class NewtonSchulz:
 
         Args:
           x: (L, m, n_local), or (L, n_local, m) for ``axis=-2``.
-          exchange: The sums over devices, and who owns which matrix.
-          axis: The axis that is sliced.
+          exchange: the sums over devices, and who owns which matrix.
+          axis: the axis that is sliced.
 
         Returns:
           This device's slices of the results, like `x`.
 
-        >>> def local(x):
-        ...     total = lambda x: jax.lax.psum(x, "devices")
-        ...     exchange = iterate.Exchange(lambda x: jax.lax.pmax(x, "devices"), total)
-        ...     return NewtonSchulz(resolve_schedule("polar_express", 8)).on_slices(x, exchange)
-        >>> slices = jnp.array([3.0, -4.0]).reshape(2, 1, 1, 1)
-        >>> print(jax.vmap(local, axis_name="devices")(slices).ravel().round(3))
-        [ 0.6 -0.8]
+        Example:
+          >>> def local(x):
+          ...     total = lambda x: jax.lax.psum(x, "devices")
+          ...     exchange = iterate.Exchange(lambda x: jax.lax.pmax(x, "devices"), total)
+          ...     return NewtonSchulz(resolve_schedule("polar_express", 8)).on_slices(x, exchange)
+          >>> slices = jnp.array([3.0, -4.0]).reshape(2, 1, 1, 1)
+          >>> print(jax.vmap(local, axis_name="devices")(slices).ravel().round(3))
+          [ 0.6 -0.8]
         """
         _check_matrices(x)
         if not x.size:
@@ -135,8 +138,9 @@ class NewtonSchulz:
     def chosen_method(self, m: int, n: int, dtype: DTypeLike) -> Literal["standard", "gram"]:
         """The method for m×n matrices of `dtype`: for 'auto', the one with fewer operations.
 
-        >>> NewtonSchulz(resolve_schedule("jordan")).chosen_method(64, 256, "float32")
-        'gram'
+        Example:
+          >>> NewtonSchulz(resolve_schedule("jordan")).chosen_method(64, 256, "float32")
+          'gram'
         """
         if self.method != "auto":
             return self.method
@@ -152,8 +156,9 @@ class NewtonSchulz:
     def products_dtype(self, own: Any) -> Any:
         """The dtype of the products for input of dtype `own`.
 
-        >>> NewtonSchulz(resolve_schedule("cans")).products_dtype(jnp.dtype("bfloat16"))
-        dtype('float32')
+        Example:
+          >>> NewtonSchulz(resolve_schedule("cans")).products_dtype(jnp.dtype("bfloat16"))
+          dtype('float32')
         """
         dtype = own if self.dtype is None else jnp.dtype(self.dtype)
         if jnp.issubdtype(own, jnp.complexfloating):
@@ -166,8 +171,9 @@ class NewtonSchulz:
         A multiply-add is 2. Standard: T(4m²n + 2m³); Gram with r restarts: 4(r + 1)m²n + (8T −
         6(r + 1))m³, for m <= n and T steps.
 
-        >>> NewtonSchulz(resolve_schedule("jordan"), method="standard").flops(10, 20)
-        50000
+        Example:
+          >>> NewtonSchulz(resolve_schedule("jordan"), method="standard").flops(10, 20)
+          50000
         """
         method = self.chosen_method(m, n, dtype)
         m, n = sorted((m, n))

@@ -3,11 +3,11 @@
 Host side, numpy float64: a schedule is made once, never inside a traced function.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from muon_optax.polar.coefficients import Row
+
+__all__ = ["best_quintic", "polar_schedule"]
 
 # On a narrower interval the exchange is ill-conditioned, and its limit, the Padé step, is as good.
 _NARROW = 5e-6
@@ -28,11 +28,11 @@ def polar_schedule(
     makes their composition the best of its form. Source: arXiv 2505.16932, Algorithm 1.
 
     Args:
-      lower: The smallest singular value to bring near 1, in (0, 1).
-      steps: The number of rows, at least 1.
-      cushion: An interval is taken to start at this part of its upper end at least, so that small
+      lower: the smallest singular value to bring near 1, in (0, 1).
+      steps: the number of rows, at least 1.
+      cushion: an interval is taken to start at this part of its upper end at least, so that small
         singular values do not make the first steps slow.
-      safety: The input of each row but the last is divided by this, at least 1: rounding may lift
+      safety: the input of each row but the last is divided by this, at least 1: rounding may lift
         a singular value over the interval's upper end, where the next quintic grows fast.
 
     Returns:
@@ -41,10 +41,11 @@ def polar_schedule(
     Raises:
       ValueError: An argument is outside its range.
 
-    >>> for row in polar_schedule(7e-3, 3)[:2]:
-    ...     print("%.6f %.6f %.6f" % row)
-    8.006147 -22.346456 16.061475
-    3.765908 -2.758248 0.523487
+    Example:
+      >>> for row in polar_schedule(7e-3, 3)[:2]:
+      ...     print("%.6f %.6f %.6f" % row)
+      8.006147 -22.346456 16.061475
+      3.765908 -2.758248 0.523487
     """
     for name, value, ok in [
         ("lower", lower, 0 < lower < 1),
@@ -70,14 +71,15 @@ def best_quintic(lower: float, upper: float) -> Row:
     them, which the exchange moves to where the quintic's derivative vanishes.
 
     Args:
-      lower: Positive.
-      upper: Greater than `lower`.
+      lower: positive.
+      upper: greater than `lower`.
 
     Returns:
       ``(a, b, c)`` of ``p(x) = ax + bx³ + cx⁵``.
 
-    >>> "%.4f %.4f %.4f" % best_quintic(1.0, 1.0)
-    '1.8750 -1.2500 0.3750'
+    Example:
+      >>> "%.4f %.4f %.4f" % best_quintic(1.0, 1.0)
+      '1.8750 -1.2500 0.3750'
     """
     if upper - lower < _NARROW * upper:
         return (15 / 8 / upper, -10 / 8 / upper**3, 3 / 8 / upper**5)

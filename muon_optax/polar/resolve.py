@@ -1,7 +1,5 @@
 """From the options of an optimizer to a schedule."""
 
-from __future__ import annotations
-
 import dataclasses
 import numbers
 from collections.abc import Sequence
@@ -19,6 +17,8 @@ from muon_optax.polar.coefficients import (
     ScheduleName,
     make_schedule,
 )
+
+__all__ = ["Coefficients", "resolve_schedule"]
 
 Coefficients = (
     ScheduleName
@@ -38,8 +38,8 @@ def resolve_schedule(
     """Turns the three options of the optimizers into a schedule.
 
     Args:
-      ns_coeffs: A name, one triple that every step uses, or a sequence of triples.
-      ns_steps: The number of steps; None means the schedule's own length, five for a triple.
+      ns_coeffs: a name, one triple that every step uses, or a sequence of triples.
+      ns_steps: the number of steps; None means the schedule's own length, five for a triple.
       preconditioning: None means the schedule's own.
 
     Returns:
@@ -50,10 +50,11 @@ def resolve_schedule(
       ValueError: An unknown name, a coefficient that is not finite, a row that isn't a triple,
         fewer than one step, or a table whose length differs from `ns_steps`.
 
-    >>> resolve_schedule("fast").preconditioning
-    'schatten8'
-    >>> resolve_schedule((2, -1.5, 0.5), 3).rows
-    ((2.0, -1.5, 0.5), (2.0, -1.5, 0.5), (2.0, -1.5, 0.5))
+    Example:
+      >>> resolve_schedule("fast").preconditioning
+      'schatten8'
+      >>> resolve_schedule((2, -1.5, 0.5), 3).rows
+      ((2.0, -1.5, 0.5), (2.0, -1.5, 0.5), (2.0, -1.5, 0.5))
     """
     _check_steps(ns_steps)
     if isinstance(ns_coeffs, str):

@@ -330,9 +330,10 @@ def rest_owners(offset: npt.ArrayLike, count: int, work: Work) -> np.ndarray:
 
     So replicas send each other no padding. Owners are numbered replica by replica.
 
-    >>> work = Work(8, 8, 4, 0, ("f",), ("r",), (("r", 2), ("f", 4)))
-    >>> rest_owners(3, 5, work)
-    array([3, 0, 1, 7, 4])
+    Example:
+      >>> work = Work(8, 8, 4, 0, ("f",), ("r",), (("r", 2), ("f", 4)))
+      >>> rest_owners(3, 5, work)
+      array([3, 0, 1, 7, 4])
     """
     each = -(-count // work.replicas)
     turn, place = np.divmod(np.arange(count), each)
