@@ -1,4 +1,4 @@
-"""How the leaves of a model usually lie on a mesh, by the names of its axes."""
+"""Meshes in words, and how the leaves of a model usually lie on one, by the names of its axes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from muon_optax.matrix_view import View, bind_view, is_view
 from muon_optax.rules import Shape, words
 from muon_optax.tree_paths import Segments, align, leaves_with_segments, path_name, raise_together
 
-__all__ = ["ROLES", "Role", "usual_specs"]
+__all__ = ["ROLES", "Role", "parse_sizes", "usual_specs"]
 
 Role = Literal["replica", "fsdp", "tensor", "expert"]
 ROLES: dict[str, Role] = {
@@ -26,6 +26,28 @@ ROLES: dict[str, Role] = {
 }
 # What tensor parallelism cuts along its input, as the layers before are cut along their output.
 _ROW_PARALLEL = {"o", "out", "down", "c_proj", "wo", "w2", "o_proj", "out_proj", "down_proj"}
+
+
+def parse_sizes(text: str) -> dict[str, int]:
+    """Reads the size of each mesh axis from 'replica=4,fsdp=16'.
+
+    Raises:
+      ValueError: for another form.
+
+    Example:
+      >>> parse_sizes("replica=4,fsdp=16")
+      {'replica': 4, 'fsdp': 16}
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = part.strip().partition("=")
+        is_size = size.isascii() and size.isdigit() and 0 < len(size) < 10 and int(size) > 0
+        if not axis.isidentifier() or axis in sizes or not is_size:
+            raise ValueError(
+                f"a mesh is written like replica=4,fsdp=16, each axis once, got {text!r}"
+            )
+        sizes[axis] = int(size)
+    return sizes
 
 
 def usual_specs(

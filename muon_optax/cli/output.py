@@ -5,7 +5,32 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["show", "write_json"]
+from muon_optax.cli.target import Target
+
+__all__ = ["present", "show", "write_json"]
+
+
+def present(target: Target, title: str, table: Any, data: Any, path: Path | None) -> int:
+    """Prints what was found of a model, and what was probably not meant.
+
+    Args:
+      target: the model.
+      title: a line to go before the table.
+      table: what to show.
+      data: the same as plain data.
+      path: where to write the data, '-' to print it instead of the table, None for the table alone.
+
+    Returns:
+      The exit code: 1 where no leaf gets Muon.
+    """
+    if path is not None:
+        write_json(data, path)
+    if path != Path("-"):
+        print(title)
+        show(table)
+    for note in target.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return 0 if target.has_muon else 1
 
 
 def show(table: Any) -> None:

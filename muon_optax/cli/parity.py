@@ -33,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--ranks", type=int, help="number of processes; default: the mesh's")
     parser.add_argument(
         "--mesh",
-        type=parse_mesh,
+        metavar="AXIS=SIZE,...",
         help="such as fsdp=4, replica=2,fsdp=2 or fsdp=2,tp=2; default: fsdp over all ranks",
     )
     parser.add_argument(
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _case(args: argparse.Namespace) -> Case:
-    mesh = args.mesh or (("fsdp", args.ranks or 2),)
+    mesh = (("fsdp", args.ranks or 2),) if args.mesh is None else parse_mesh(args.mesh)
     case = Case(
         args.recipe,
         mesh,

@@ -2,17 +2,17 @@
 
 import argparse
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
-from muon_optax.cli.output import show, write_json
+from muon_optax.cli.output import present
 from muon_optax.cli.target import add_arguments, check_dtype, read_target, shardings
+from muon_optax.layouts import parse_sizes
 from muon_optax.plans import plan
 from muon_optax.sharding.cost import DEVICES
 from muon_optax.sharding.planner import STRATEGIES
 
-__all__ = ["add_parser", "parse_sizes", "run"]
+__all__ = ["add_parser", "run"]
 
 _MOST_DEVICES = 2**17
 
@@ -53,33 +53,11 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def parse_sizes(text: str) -> dict[str, int]:
-    """Reads 'replica=4,fsdp=16'.
-
-    Raises:
-      ValueError: for another form.
-
-    Example:
-      >>> parse_sizes("replica=4,fsdp=16")
-      {'replica': 4, 'fsdp': 16}
-    """
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        axis, _, size = part.strip().partition("=")
-        is_size = size.isascii() and size.isdigit() and 0 < len(size) < 10 and int(size) > 0
-        if not axis.isidentifier() or axis in sizes or not is_size:
-            raise ValueError(
-                f"--mesh is written like replica=4,fsdp=16, each axis once, got {text!r}"
-            )
-        sizes[axis] = int(size)
-    if math.prod(sizes.values()) > _MOST_DEVICES:
-        raise ValueError(f"--mesh may have {_MOST_DEVICES:,} devices at most, got {text!r}")
-    return sizes
-
-
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit code."""
     sizes = {} if args.mesh is None else parse_sizes(args.mesh)
+    if math.prod(sizes.values()) > _MOST_DEVICES:
+        raise ValueError(f"--mesh may have {_MOST_DEVICES:,} devices at most, got {args.mesh!r}")
     if args.ns_dtype is not None:
         check_dtype("--ns-dtype", args.ns_dtype)
     target = read_target(args)
@@ -92,12 +70,6 @@ def run(args: argparse.Namespace) -> int:
         strategy=args.strategy,
         device=args.device,
     )
-    if args.json is not None:
-        write_json({"model": target.name, "mesh": sizes, **made.to_dict()}, args.json)
-    if args.json != Path("-"):
-        where = ", ".join(f"{axis}={size}" for axis, size in sizes.items()) or "one device"
-        print(f"{target.title} on {where}")
-        show(made)
-    for note in target.notes:
-        print(f"note: {note}", file=sys.stderr)
-    return 0 if target.has_muon else 1
+    where = ", ".join(f"{axis}={size}" for axis, size in sizes.items()) or "one device"
+    data = {"model": target.name, "mesh": sizes, **made.to_dict()}
+    return present(target, f"{target.title} on {where}", made, data, args.json)

@@ -2,11 +2,10 @@
 
 import argparse
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any, get_args
 
-from muon_optax.cli.output import show, write_json
+from muon_optax.cli.output import present
 from muon_optax.cli.target import add_arguments, read_target
 from muon_optax.reports import ParameterReport, report
 from muon_optax.scaling import Scale
@@ -40,11 +39,5 @@ def run(args: argparse.Namespace) -> int:
     made = ParameterReport(
         tuple(dataclasses.replace(row, optimizer=c.label, reason=c.reason) for row, c in pairs)
     )
-    if args.json is not None:
-        write_json({"model": target.name, **made.to_dict()}, args.json)
-    if args.json != Path("-"):
-        print(target.title)
-        show(made)
-    for note in target.notes:
-        print(f"note: {note}", file=sys.stderr)
-    return 0 if target.has_muon else 1
+    data = {"model": target.name, **made.to_dict()}
+    return present(target, target.title, made, data, args.json)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
+from muon_optax.layouts import parse_sizes
+
 __all__ = [
     "AXES",
     "SEQUENCES",
@@ -109,16 +111,13 @@ def parse_mesh(text: str) -> Mesh:
     """Reads 'fsdp=2,tp=2'.
 
     Raises:
-      ValueError: for another form.
+      ValueError: for another form, or a mesh that torch couldn't build.
 
     Example:
       >>> parse_mesh("fsdp=2,tp=2")
       (('fsdp', 2), ('tp', 2))
     """
-    pairs = [part.strip().split("=") for part in text.split(",")]
-    if not all(len(pair) == 2 and pair[1].isdigit() for pair in pairs):
-        raise ValueError(f"a mesh is written like fsdp=2,tp=2, got {text!r}")
-    mesh = tuple((name, int(size)) for name, size in pairs)
+    mesh = tuple(parse_sizes(text).items())
     _check_mesh(mesh)
     return mesh
 
