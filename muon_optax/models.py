@@ -17,7 +17,9 @@ from muon_optax.matrix_view import MatrixView, MuonDimensionNumbers
 
 __all__ = ["MODELS", "ModelShapes", "model_shapes"]
 
-View = MuonDimensionNumbers | MatrixView | None
+Tree = dict[str, Any]
+Repeat = Callable[[Tree, int], Any]
+_View = MuonDimensionNumbers | MatrixView | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,35 +46,31 @@ class ModelShapes:
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
     shape: tuple[int, ...]
-    view: View = None
-
-
-Tree = dict[str, Any]
-Repeat = Callable[[Tree, int], Any]
+    view: _View = None
 
 
 def _linear(
     fan_in: int, fan_out: int, *, bias: bool = False, split: tuple[int, ...] = (), groups: int = 1
 ) -> Tree:
     fused = MatrixView(0, 1, split=split, groups=groups) if split else MuonDimensionNumbers(0, 1)
-    kernel = {"kernel": _Leaf((fan_in, fan_out), fused)}
-    return {**kernel, "bias": _Leaf((fan_out,))} if bias else kernel
+    return _layer("kernel", _Leaf((fan_in, fan_out), fused), bias)
 
 
 def _head(fan_in: int, fan_out: int, *, bias: bool = False) -> Tree:
-    kernel = {"kernel": _Leaf((fan_in, fan_out))}
-    return {**kernel, "bias": _Leaf((fan_out,))} if bias else kernel
+    return _layer("kernel", _Leaf((fan_in, fan_out)), bias)
 
 
 def _conv(window: int, fan_in: int, fan_out: int, *, bias: bool = False) -> Tree:
     view = MuonDimensionNumbers((0, 1, 2), 3)
-    kernel = {"kernel": _Leaf((window, window, fan_in, fan_out), view)}
-    return {**kernel, "bias": _Leaf((fan_out,))} if bias else kernel
+    return _layer("kernel", _Leaf((window, window, fan_in, fan_out), view), bias)
 
 
 def _norm(size: int, *, bias: bool = False) -> Tree:
-    scale = {"scale": _Leaf((size,))}
-    return {**scale, "bias": _Leaf((size,))} if bias else scale
+    return _layer("scale", _Leaf((size,)), bias)
+
+
+def _layer(name: str, weight: _Leaf, bias: bool) -> Tree:
+    return {name: weight, "bias": _Leaf(weight.shape[-1:])} if bias else {name: weight}
 
 
 def _stack(tree: Tree, count: int) -> Tree:
@@ -84,7 +82,7 @@ def _list(tree: Tree, count: int) -> list[Tree]:
     return [tree] * count
 
 
-def _shifted(view: View) -> View:
+def _shifted(view: _View) -> _View:
     if view is None:
         return None
     names = ("reduction_axis", "output_axis")
