@@ -23,15 +23,16 @@ from muon_optax.scaling import Scale, resolve_scaling
 from muon_optax.sharding.cost import DeviceModel
 from muon_optax.sharding.distribute import Distribution, StrategyRules
 from muon_optax.sharding.local import Orthogonalizer, make_solver
-from muon_optax.sharding.placement import back, in_its_place, to_declared_memory, to_device
-from muon_optax.sharding.specs import (
-    Layout,
+from muon_optax.sharding.placement import (
+    back,
     homes_of,
+    in_its_place,
     place,
-    read_layouts,
+    to_declared_memory,
+    to_device,
     typed_specs,
-    whole_shapes,
 )
+from muon_optax.sharding.specs import Layout, read_layouts, whole_shapes
 from muon_optax.tree_paths import (
     cast_like,
     graft,

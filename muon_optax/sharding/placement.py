@@ -1,4 +1,4 @@
-"""Where a state is born and returns to: counts on the mesh, offloaded leaves in host memory."""
+"""Moves leaves: to other layouts, to host memory and back; counts are born on the mesh."""
 
 from typing import Any
 
@@ -6,22 +6,79 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from muon_optax.sharding.specs import is_spec
+from muon_optax.sharding.specs import (
+    Declared,
+    Layout,
+    bare_spec,
+    declared_specs,
+    is_spec,
+    mesh_of,
+    read_layouts,
+)
 from muon_optax.tree_paths import align, graft
 
 __all__ = [
     "back",
+    "homes_of",
     "in_its_place",
     "is_on_host",
     "names_host",
+    "place",
     "to_declared_memory",
     "to_device",
     "to_host",
+    "typed_specs",
 ]
 
 _HOST = "pinned_host"
+
+
+def place(tree: Any, where: Any) -> Any:
+    """Moves each leaf of a tree to another layout.
+
+    Args:
+      tree: arrays.
+      where: as in `declared_specs`, or a list with a `Layout` or None for each leaf. A leaf of
+        which nothing is said or known stays.
+
+    Returns:
+      The tree, moved.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    if isinstance(where, list) and all(x is None or isinstance(x, Layout) for x in where):
+        specs = [x.written if x is not None and x.known else None for x in where]
+    else:
+        specs = declared_specs(where, tree)
+    return treedef.unflatten([_placed(x, spec) for x, spec in zip(leaves, specs, strict=True)])
+
+
+def typed_specs(tree: Any) -> Any:
+    """Where each leaf lies as its type says it, as `place` takes it; None where it doesn't."""
+
+    def spec(x: Any) -> PartitionSpec | None:
+        sharding = jax.typeof(x).sharding
+        return sharding.spec if AxisType.Explicit in sharding.mesh.axis_types else None
+
+    return jax.tree.map(spec, tree)
+
+
+def homes_of(tree: Any, declared: Any) -> list[Layout | None]:
+    """Where results go that lie elsewhere while they are computed: to where `tree` lies."""
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return [None] * len(jax.tree.leaves(tree))
+    return list(read_layouts(tree, declared))
+
+
+def _placed(x: jax.Array, declared: Declared) -> jax.Array:
+    mesh = mesh_of(x, declared)
+    if declared is None or mesh is None:
+        return x
+    spec = bare_spec(declared)
+    if AxisType.Explicit in mesh.axis_types:
+        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def is_on_host(x: Any) -> bool:
