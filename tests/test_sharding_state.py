@@ -95,7 +95,7 @@ def optimizers():
     inner = muon(0.1, FAST)
     return {
         "muon": inner,
-        "chain": optax.chain(optax.clip_by_global_norm(1.0), inner),
+        "chain": optax.chain(optax.clip_by_global_norm(1.0), muon(0.1, FAST, mu_dtype="bfloat16")),
         "multi_steps": optax.MultiSteps(inner, 2).gradient_transformation(),
         "injected": optax.inject_hyperparams(muon, static_args=("ns_coeffs",))(0.1, FAST),
         "finite": optax.apply_if_finite(inner, 2),
@@ -117,21 +117,28 @@ def test_state_shardings_is_where_the_state_lies(kind, name):
         sharded.assert_lies(x, where[leaf])
 
 
+@pytest.mark.parametrize("name", ["chain", "injected"])  # optax puts MultiSteps's sums elsewhere
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+def test_state_shardings_is_where_init_puts_the_state(kind, name):
+    _, params = make(kind)
+    tx = optimizers()[name]
+    state, found = jax.jit(tx.init)(params), state_shardings(tx, params)
+    assert jax.tree.structure(state) == jax.tree.structure(found)
+    for x, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True):
+        if x.ndim:
+            sharded.assert_lies(x, sharding)
+
+
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 def test_state_shardings_of_shapes_alone(kind):
     where, params = make(kind)
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     tx = muon(0.1)
     assert state_shardings(tx, structs, where) == state_shardings(tx, params)
+    assert state_shardings(tx, params, SPECS) == state_shardings(tx, params)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "explicit",
-        "auto",
-    ],
-)
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
 def test_state_shardings_of_abstract_parameters_can_hold_arrays(kind):
     where, params = make(kind)
     abstract = jax.eval_shape(lambda x: x, params)
@@ -145,7 +152,8 @@ def test_state_shardings_of_abstract_parameters_can_hold_arrays(kind):
 
 def test_state_shardings_names_the_leaves_it_knows_nothing_of():
     structs = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in SHAPES.items()}
-    with pytest.raises(ValueError, match=r"(?s)bias.*embedding.*kernel"):
+    message = r"(?s)where these leaves lie.*  bias: give a NamedSharding.*embedding.*kernel"
+    with pytest.raises(ValueError, match=message):
         state_shardings(muon(0.1), structs)
 
 
@@ -220,7 +228,9 @@ def test_the_whole_optimizer_with_momentum_that_lies_elsewhere():
 
 
 def test_state_shardings_of_momentum_that_lies_elsewhere():
-    tx, params, _, there = zero_1()
+    tx, params, where, there = zero_1()
     found = state_shardings(tx, params, mu_shardings=there)
     state = jax.jit(tx.init, out_shardings=found)(params)
     sharded.assert_lies(dict(moments(state.inner_states["muon"]))["kernel"], there["kernel"])
+    for name, x in moments(state.inner_states["adam"]):
+        sharded.assert_lies(x, where[name])
