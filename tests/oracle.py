@@ -1,11 +1,13 @@
 """Float64 numpy references, written apart from the library: plain loops and an SVD."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+Rows = Sequence[Sequence[float]]
+
+JORDAN: Rows = ((3.4445, -4.7750, 2.0315),) * 5
 
 
 def _wide(dtype: np.dtype) -> type:
@@ -20,9 +22,7 @@ def polar_factor(x: ArrayLike) -> NDArray:
     return (u * kept[..., None, :]) @ vh
 
 
-def newton_schulz(
-    x: ArrayLike, rows: Iterable[tuple[float, float, float]], norm: str = "frobenius"
-) -> NDArray:
+def newton_schulz(x: ArrayLike, rows: Rows = JORDAN, norm: str = "frobenius") -> NDArray:
     """The iteration of one (m, n) matrix, divided by a norm first.
 
     `norm` is 'frobenius', 'spectral', 'schatten' (Schatten-4), 'schatten8', 'aol' or 'none'.
@@ -44,7 +44,9 @@ def _norm(x: NDArray, kind: str) -> NDArray | float:
     if kind == "aol":
         rows = np.abs(x @ x.conj().T).sum(1, keepdims=True)
         return np.sqrt(np.where(rows == 0, 1, rows))
-    powers = {"frobenius": 2, "schatten": 4, "schatten8": 8, "spectral": np.inf}
+    if kind == "frobenius":
+        return float(np.linalg.norm(x))
+    powers = {"schatten": 4, "schatten8": 8, "spectral": np.inf}
     return float(np.linalg.norm(np.linalg.svd(x, compute_uv=False), powers[kind]))
 
 
@@ -57,16 +59,23 @@ def singular_values(x: ArrayLike) -> NDArray:
 def relative_error(x: ArrayLike, reference: ArrayLike) -> float:
     """‖x − reference‖_F / ‖reference‖_F in float64."""
     x, reference = np.asarray(x), np.asarray(reference)
-    wide = _wide(np.result_type(x, reference))
-    difference = x.astype(wide) - reference.astype(wide)
-    return float(np.linalg.norm(difference) / np.linalg.norm(reference.astype(wide)))
+    wide = np.complex128 if np.iscomplexobj(x) or np.iscomplexobj(reference) else np.float64
+    x, reference = x.astype(wide), reference.astype(wide)
+    return float(np.linalg.norm(x - reference) / np.linalg.norm(reference))
+
+
+def singular_vectors(
+    rng: np.random.Generator, m: int, n: int, rank: int
+) -> tuple[NDArray, NDArray]:
+    """Random orthonormal columns, (m, rank) and (n, rank)."""
+    u, v = (np.linalg.qr(rng.standard_normal((k, rank)))[0] for k in (m, n))
+    return u, v
 
 
 def with_spectrum(values: ArrayLike, m: int, n: int, seed: int = 0) -> NDArray:
     """An (m, n) float64 matrix with these singular values and random singular vectors."""
     values = np.asarray(values, np.float64)
-    rng = np.random.default_rng(seed)
-    u, v = (np.linalg.qr(rng.standard_normal((k, len(values))))[0] for k in (m, n))
+    u, v = singular_vectors(np.random.default_rng(seed), m, n, len(values))
     return (u * values) @ v.T
 
 

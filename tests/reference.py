@@ -4,42 +4,31 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from oracle import JORDAN, Rows, log_uniform, newton_schulz, relative_error, singular_vectors
 
-Rows = Sequence[Sequence[float]]
-
-JORDAN: Rows = ((3.4445, -4.7750, 2.0315),) * 5
-
-
-def singular_vectors(rng: np.random.Generator, m: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-    rank = min(m, n)
-    u, _ = np.linalg.qr(rng.normal(size=(m, rank)))
-    v, _ = np.linalg.qr(rng.normal(size=(n, rank)))
-    return u, v
+__all__ = [
+    "JORDAN",
+    "Rows",
+    "gradients",
+    "matrix",
+    "mixes",
+    "muon",
+    "newton_schulz",
+    "relative_error",
+]
 
 
 def matrix(seed: int, m: int, n: int, kappa: float = 50.0) -> np.ndarray:
     """A float32 matrix whose singular values fall log-uniformly from 1 to 1 / kappa."""
-    u, v = singular_vectors(np.random.default_rng(seed), m, n)
-    return ((u * np.geomspace(1, 1 / kappa, min(m, n))) @ v.T).astype(np.float32)
+    return log_uniform(m, n, kappa, seed).astype(np.float32)
 
 
 def gradients(seed: int, m: int, n: int, steps: int, kappa: float = 50.0) -> list[np.ndarray]:
     """Gradients with common singular vectors, so that every mix of them has condition <= kappa."""
     rng = np.random.default_rng(seed)
-    u, v = singular_vectors(rng, m, n)
+    u, v = singular_vectors(rng, m, n, min(m, n))
     values = [np.exp(rng.uniform(-np.log(kappa), 0, min(m, n))) for _ in range(steps)]
     return [((u * s) @ v.T).astype(np.float32) for s in values]
-
-
-def newton_schulz(x: Any, rows: Rows = JORDAN, norm: float | None = None) -> np.ndarray:
-    """The standard iteration in float64 after division by `norm`, Frobenius's where None."""
-    x = np.asarray(x)
-    x = x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
-    x = x / (norm or np.linalg.norm(x) or 1.0)
-    for a, b, c in rows:
-        gram = x @ x.conj().T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x
 
 
 def mixes(
@@ -93,10 +82,3 @@ def muon(
         updates.append(-rate * direction - decoupled * param)
         param = param + updates[-1]
     return updates
-
-
-def relative_error(got: Any, want: Any) -> float:
-    """The Frobenius norm of the difference over that of what is right."""
-    got, want = np.asarray(got), np.asarray(want)
-    wide = np.complex128 if np.iscomplexobj(want) else np.float64
-    return float(np.linalg.norm(got.astype(wide) - want) / np.linalg.norm(want))

@@ -9,6 +9,7 @@ import numpy as np
 import reference
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from running import QUICK
 
 from muon_optax import (
     DeviceModel,
@@ -20,7 +21,6 @@ from muon_optax import (
 
 # Two steps compile quickly; the iteration has tests of its own.
 FAST = ((2.0, -1.5, 0.5),) * 2
-OPTIONS = {"xla_backend_optimization_level": 0}  # halves the time to compile
 KINDS = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
 # A device whose products take all the time: the cheapest plan then shares all work.
 SLOW = DeviceModel("slow", 1e9, 1e9, 1e12, latency=0.0)
@@ -116,7 +116,7 @@ def answers(
 
 def jit(function: Callable, **options: Any) -> Any:
     """`jax.jit`, but quick to compile."""
-    return jax.jit(function, compiler_options=OPTIONS, **options)
+    return jax.jit(function, compiler_options=QUICK, **options)
 
 
 def worst_error(leaf: Leaf, got: Any, want: Sequence[np.ndarray]) -> float:

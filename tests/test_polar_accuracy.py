@@ -4,11 +4,11 @@ from functools import cache
 
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
+from oracle import gaussian, log_uniform, relative_error, singular_values, spiked
 
 from muon_optax.polar import SCHEDULES, ScheduleName, newton_schulz, resolve_schedule
-from tests import oracle
-from tests.oracle import gaussian, log_uniform, relative_error, singular_values, spiked
 
 M = 96
 HALVES = ("bfloat16", "float16")

@@ -4,6 +4,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from optax.contrib._muon import orthogonalize_via_newton_schulz
 
@@ -14,7 +15,6 @@ from muon_optax.polar import (
     newton_schulz,
     resolve_schedule,
 )
-from tests import oracle
 
 JORDAN = (3.4445, -4.7750, 2.0315)
 METHODS = ("standard", "gram")

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracle import gaussian, log_uniform, singular_values
 
 from muon_optax.polar import Preconditioning, newton_schulz, resolve_schedule
 from muon_optax.polar.normalize import near_one, precondition
-from tests.oracle import gaussian, log_uniform, singular_values
 
 KINDS = get_args(Preconditioning)
 ONE_STEP = ((3.0, -3.0, 1.0),)

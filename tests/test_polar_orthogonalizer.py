@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracle import gaussian, relative_error
 
 from muon_optax.polar import (
     NewtonSchulz,
@@ -12,7 +13,6 @@ from muon_optax.polar import (
     newton_schulz,
     resolve_schedule,
 )
-from tests.oracle import gaussian, relative_error
 
 JORDAN = resolve_schedule("jordan")
 

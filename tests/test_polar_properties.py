@@ -3,9 +3,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import gaussian, relative_error
 
 from muon_optax.polar import NewtonSchulz, newton_schulz, resolve_schedule
-from tests.oracle import gaussian, relative_error
 
 SHAPES = [(5, 9), (9, 5), (7, 7)]
 FUNCTIONS = [

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracle import gaussian, relative_error
 
 from muon_optax.polar import Exchange, NewtonSchulz, Preconditioning, resolve_schedule
-from tests.oracle import gaussian, relative_error
 
 DEVICES = 4
 OWNERS = Exchange(

@@ -2,10 +2,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracle import gaussian, log_uniform, singular_values
 
 from muon_optax.polar import newton_schulz, symmetric
 from muon_optax.polar.symmetric import commuting_product, gram_matrix, hermitian_flops
-from tests.oracle import gaussian, log_uniform, singular_values
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from reference import JORDAN, Rows, relative_error
+from oracle import JORDAN, Rows, newton_schulz, relative_error
 from running import run
 
 import muon_optax
@@ -66,11 +66,7 @@ class System:
     adam_decay: float | None = None  # None: as Muon's
 
     def orthogonalized(self, x: np.ndarray) -> np.ndarray:
-        x = x / (self.norm * np.linalg.norm(x))
-        for a, b, c in self.rows:
-            gram = x @ x.T
-            x = a * x + (b * gram + c * gram @ gram) @ x
-        return x
+        return newton_schulz(x / (self.norm * np.linalg.norm(x)), self.rows, "none")
 
     def muon(self, p: np.ndarray, g: np.ndarray, buffer: np.ndarray, beta: float) -> np.ndarray:
         """The next weight [out, in]; `buffer` is rewritten in place."""
