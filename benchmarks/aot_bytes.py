@@ -39,7 +39,7 @@ from benchmarks.aot_formulas import chosen_bytes, fewest_bytes, ideal_flops, lar
 from benchmarks.compiled import read_program
 from benchmarks.schedule import read_schedule
 from benchmarks.shapes import LAYOUTS as KINDS
-from benchmarks.shapes import Case, model_on, plain_views
+from benchmarks.shapes import Case, like_params, model_on, placed, plain_views
 from muon_optax import Plan, muon, plan
 from muon_optax.sharding.cost import DEVICES
 
@@ -82,9 +82,9 @@ def compile_step(
             device=device,
         )
     shapes = jax.eval_shape(tx.init, case.params)
-    lies = _like_params(shapes, where)
-    state = _placed(shapes, lies)
-    params = _placed(case.params, where)
+    lies = like_params(shapes, where)
+    state = placed(shapes, lies)
+    params = placed(case.params, where)
 
     def step(params, grads, state):
         updates, state = tx.update(grads, state, params)
@@ -94,23 +94,6 @@ def compile_step(
     jitted = jax.jit(step, out_shardings=(where, lies), donate_argnums=(0, 2))
     compiled = jitted.lower(params, params, state).compile()
     return compiled, time.perf_counter() - start
-
-
-def _like_params(state: Any, where: Any) -> Any:
-    """Where a state lies: each moment like its parameter, whose path its own ends with."""
-    flat = jax.tree_util.tree_leaves_with_path(where)
-    whole = NamedSharding(flat[0][1].mesh, PartitionSpec())
-
-    def find(path, _):
-        return next((s for end, s in flat if path[-len(end) :] == end), whole)
-
-    return jax.tree_util.tree_map_with_path(find, state)
-
-
-def _placed(shapes: Any, where: Any) -> Any:
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, where
-    )
 
 
 def measure(

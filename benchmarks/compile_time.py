@@ -8,8 +8,6 @@ CPU devices. optax gets an Auto mesh, as it raises on Explicit ones. Contestants
 layers take turns; `processor` is the process's CPU time, less shaken by what else runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -21,23 +19,13 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import jax
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks import timing
-from muon_optax import muon, state_shardings
+from benchmarks.shapes import gpt2_layers, like_params, placed
+from muon_optax import muon
 
 OURS, DION = "muon_optax", "optax dion"
-
-
-def shapes_of(layers: int, model: int) -> dict[str, tuple[int, int]]:
-    """The shapes of the matrices of GPT-2's blocks, in JAX's [fan-in, fan-out] order."""
-    block = {
-        "qkv": (model, 3 * model),
-        "out": (model, model),
-        "up": (model, 4 * model),
-        "down": (4 * model, model),
-    }
-    return {f"layer_{i}_{k}": shape for i in range(layers) for k, shape in block.items()}
 
 
 def seconds_of(name: str, devices: int, layers: int, model: int) -> dict[str, float]:
@@ -48,10 +36,11 @@ def seconds_of(name: str, devices: int, layers: int, model: int) -> dict[str, fl
     rows = NamedSharding(mesh, PartitionSpec("fsdp"))
     params = {
         key: jax.ShapeDtypeStruct(shape, "float32", sharding=rows)
-        for key, shape in shapes_of(layers, model).items()
+        for key, shape in gpt2_layers(layers, model).items()
     }
     tx = muon(0.02) if name == OURS else optax.contrib.muon(0.02, ns_coeffs="dion")
-    state = _state(name, tx, params, mesh, rows)
+    state = jax.eval_shape(tx.init, params)
+    state = placed(state, like_params(state, dict.fromkeys(params, rows)))
     start, cpu = time.perf_counter(), time.process_time()
     lowered = jax.jit(tx.update).lower(params, state, params)
     middle = time.perf_counter()
@@ -63,20 +52,6 @@ def seconds_of(name: str, devices: int, layers: int, model: int) -> dict[str, fl
         "total": end - start,
         "processor": time.process_time() - cpu,
     }
-
-
-def _state(name: str, tx: Any, params: Any, mesh: Mesh, rows: NamedSharding) -> Any:
-    """The state's shapes, with the momentum laid out like the parameters."""
-    shapes = jax.eval_shape(tx.init, params)
-    if name == OURS:
-        lies = state_shardings(tx, params, rows)
-    else:
-        whole = NamedSharding(mesh, PartitionSpec())
-        sizes = {x.shape for x in jax.tree.leaves(params)}
-        lies = jax.tree.map(lambda x: rows if x.shape in sizes else whole, shapes)
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, lies
-    )
 
 
 def measure(devices: int, layers: list[int], model: int, repeats: int) -> dict[str, Any]:

@@ -4,8 +4,6 @@ A step is the optimizer's update and its addition to the parameters, on donated 
 works in place. All get the same trees of gradients, matrices as [fan-in, fan-out].
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

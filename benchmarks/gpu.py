@@ -9,8 +9,6 @@ half, over the time, over the rate of a plain product in the same rounds. Cases 
 the time is spent, and the table says which.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json
@@ -28,6 +26,7 @@ import jax
 
 from benchmarks import step_time, timing
 from benchmarks.contestants import OPTAX, TORCH, Case
+from benchmarks.shapes import gpt2_layers
 
 SECONDS = 420.0  # leaves a minute of the eight for the last case
 CONTESTANTS = ("jordan bf16", "tight bf16", "fast bf16", OPTAX, "optax dion", TORCH)
@@ -37,11 +36,9 @@ SIZES = {False: (1024, 2048, 4096, 8192), True: (64, 128)}
 def cases(small: bool) -> list[Case]:
     """The important ones first."""
     size = 8 if small else 1
-    block = {k: (m // size, n // size) for k, (m, n) in step_time.GPT2_BLOCK.items()}
-    layers = range(2 if small else 12)
     others = {"wte": (50257 // size**2, 768 // size)}
     return [
-        Case("gpt2-124m", {f"layer_{i}.{k}": s for i in layers for k, s in block.items()}, others),
+        Case("gpt2-124m", gpt2_layers(2 if small else 12, 768 // size), others),
         *(Case(f"square {m}", {"w": (m, m)}) for m in SIZES[small]),
         *(Case(f"{m // 2} x {m * 2}", {"w": (m // 2, m * 2)}) for m in SIZES[small]),
         Case("stack of experts", {"w": (64 // size, 2048 // size, 768 // size)}),

@@ -8,8 +8,6 @@ of its default is 1. Bytes are read from the compiled programs. The eight device
 machine's cores: the times say what is computed in all, not what a machine with eight would take.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -26,6 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import timing
 from benchmarks.compiled import read_program
+from benchmarks.shapes import like_params
 from muon_optax import muon
 
 DEVICES = 8
@@ -57,23 +56,16 @@ def update_of(name: str, layout: str) -> tuple[Callable[[], Any], int]:
     keys = jax.random.split(jax.random.key(0), COUNT)
     grads = {f"w{i}": jax.device_put(jax.random.normal(k, SHAPE), lies) for i, k in enumerate(keys)}
     tx = CONTESTANTS[name]()
-    state = _placed(jax.jit(tx.init)(grads), lies) if is_theirs else jax.jit(tx.init)(grads)
+    state = jax.jit(tx.init)(grads)
+    if is_theirs:  # which doesn't see to where the momentum lies
+        state = jax.device_put(state, like_params(state, dict.fromkeys(grads, lies)))
     program = jax.jit(tx.update).lower(grads, state, grads).compile()
-    return lambda: jax.block_until_ready(program(grads, state, grads)), _received(program)
+    received = read_program(program).received
+    return lambda: jax.block_until_ready(program(grads, state, grads)), received
 
 
 def _mesh(sizes: dict[str, int], kind: AxisType) -> Mesh:
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), (kind,) * len(sizes))
-
-
-def _placed(state: Any, lies: NamedSharding) -> Any:
-    """The momentum laid out like the parameters, where optax doesn't see to it."""
-    whole = NamedSharding(lies.mesh, PartitionSpec())
-    return jax.tree.map(lambda x: jax.device_put(x, lies if x.shape == SHAPE else whole), state)
-
-
-def _received(program: Any) -> int:
-    return read_program(program).received
 
 
 def measure(layout: str, rounds: int) -> dict[str, Any]:

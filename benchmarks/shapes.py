@@ -9,13 +9,23 @@ import dataclasses
 from typing import Any, Literal
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from muon_optax import MatrixView, MuonDimensionNumbers
 from muon_optax.layouts import usual_specs
 from muon_optax.matrix_view import is_view
 from muon_optax.models import model_shapes
 
-__all__ = ["LAYOUTS", "Case", "MeshLayout", "model_on", "plain_views"]
+__all__ = [
+    "LAYOUTS",
+    "Case",
+    "MeshLayout",
+    "gpt2_layers",
+    "like_params",
+    "model_on",
+    "placed",
+    "plain_views",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +87,35 @@ def model_on(
     sizes = kind.sizes(devices)
     specs = usual_specs(shapes.params, shapes.views, sizes, fsdp=kind.fsdp)
     return Case(shapes.params, shapes.views, sizes, specs)
+
+
+def gpt2_layers(count: int, width: int = 768) -> dict[str, tuple[int, int]]:
+    """The matrices of GPT-2's layers by name, [fan-in, fan-out], with q, k and v in one."""
+    layer = {
+        "qkv": (width, 3 * width),
+        "out": (width, width),
+        "up": (width, 4 * width),
+        "down": (4 * width, width),
+    }
+    return {f"layer_{i}.{name}": shape for i in range(count) for name, shape in layer.items()}
+
+
+def like_params(state: Any, where: Any) -> Any:
+    """Where a state lies: each moment like its parameter, whose path its own ends with."""
+    flat = jax.tree_util.tree_leaves_with_path(where)
+    whole = NamedSharding(flat[0][1].mesh, PartitionSpec())
+
+    def find(path, _):
+        return next((s for end, s in flat if path[-len(end) :] == end), whole)
+
+    return jax.tree_util.tree_map_with_path(find, state)
+
+
+def placed(shapes: Any, where: Any) -> Any:
+    """The shapes with their shardings, as `jit(f).lower` takes them."""
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, where
+    )
 
 
 def plain_views(views: Any) -> Any:

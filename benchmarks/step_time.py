@@ -10,8 +10,6 @@ Gaussian leaf of each shape, the worst of them. CPU time tells more than the wal
 others use the machine, and less where a contestant leaves a core idle; with one core they agree.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -37,11 +35,11 @@ from benchmarks.contestants import (
     polar_factor,
     step_of,
 )
+from benchmarks.shapes import gpt2_layers
 
 PRODUCT_SIZE = 1536
 SVD_LIMIT = 1100  # optax's spectral norm is an SVD, too slow for more
 SVD_MAX = 4096  # so is the accuracy's own
-GPT2_BLOCK = {"qkv": (768, 2304), "out": (768, 768), "up": (768, 3072), "down": (3072, 768)}
 CASES = [
     *(Case(f"square {m}", {"w": (m, m)}) for m in (256, 512, 768, 1024, 2048)),
     *(Case(f"{m} x {4 * m}", {"w": (m, 4 * m)}) for m in (256, 512, 768, 1024)),
@@ -52,7 +50,7 @@ CASES = [
     *(
         Case(
             f"gpt2-124m, {layers} of 12 layers",
-            {f"layer_{i}.{k}": shape for i in range(layers) for k, shape in GPT2_BLOCK.items()},
+            gpt2_layers(layers),
             {"wte": (50257 * layers // 12, 768), "wpe": (1024 * layers // 12, 768)},
         )
         for layers in (2, 12)

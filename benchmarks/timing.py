@@ -1,7 +1,5 @@
 """Interleaved timing: one run of each function a round, so that all meet the same machine."""
 
-from __future__ import annotations
-
 import os
 import platform
 import time
