@@ -61,6 +61,8 @@ class MatrixView:
             )
         if self.axis not in ("output", "reduction"):
             raise ValueError(f"MatrixView axis must be 'output' or 'reduction', got {self.axis!r}")
+        if isinstance(self.split, int):
+            raise ValueError(f"MatrixView split must be a tuple of sizes, got {self.split}")
         for name in ("reduction_axis", "output_axis", "split"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, int):
@@ -278,7 +280,7 @@ def _axes(axes: int | Sequence[int], shape: tuple[int, ...], role: str) -> tuple
     if not given or not all(_is_int(a) and -rank <= a < rank for a in given):
         raise ValueError(
             f"{role} axes must be one or more integers in [{-rank}, {rank - 1}] "
-            f"for shape {shape}, got {axes}"
+            f"for shape {shape}, got {axes!r}"
         )
     found = tuple(int(a) % rank for a in given)
     if len(set(found)) < len(found):

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from muon_optax.checks import check_float_dtype
 from muon_optax.dtypes import compute_dtype
 from muon_optax.partition import Partition, Views, assign, check_rules
 from muon_optax.polar import Coefficients, Method, Preconditioning
@@ -180,7 +181,7 @@ def plan(
       The plan, a hashable value.
 
     Raises:
-      ValueError: as `muon(...).init(params)` and its update do.
+      ValueError, TypeError: as `muon(...).init(params)` and its update do.
 
     Example:
       >>> mesh = jax.sharding.AbstractMesh((8,), ("fsdp",))
@@ -190,6 +191,8 @@ def plan(
       >>> chosen.rows[0].strategy, chosen.bytes == 2 * 4096 * 14336 * 2 * 7 // 8
       ('all_to_all', True)
     """
+    check_float_dtype("mu_dtype", mu_dtype)
+    check_float_dtype("ns_dtype", ns_dtype)
     solver = make_solver(
         ns_coeffs,
         ns_steps,

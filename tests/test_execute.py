@@ -311,6 +311,31 @@ def test_an_orthogonalizer_gets_whole_matrices_as_they_are(strategy):
         np.testing.assert_array_equal(updates[name], -x.astype("float16").astype("float32"))
 
 
+def test_an_orthogonalizers_dtype_is_the_exchanges_for_fewer_matrices_than_owners():
+    mesh = make_mesh({"r": 2, "f": 4})
+    x = jax.device_put(np.ones((3, *WIDE), "bfloat16"), NamedSharding(mesh, P(None, "f")))
+    tx = scale_by_muon(
+        orthogonalizer=lambda m: -m.astype("float32"),
+        nesterov=False,
+        weight_dimension_numbers=STACK,
+        strategy="all_to_all",
+    )
+    update, _ = sharded.jit(tx.update)(x, tx.init(x))
+    np.testing.assert_array_equal(update, -x)
+
+
+@pytest.mark.parametrize("strategy", WHOLE)
+def test_a_strategy_asked_for_on_one_device_without_a_mesh(strategy):
+    leaves = {"w": Leaf((3, *WIDE), P(), STACK), **FUSED}
+    grads = jax.tree.map(jnp.asarray, sharded.gradients(leaves))
+    views = sharded.views(leaves)
+    tx = scale_by_muon(FAST, weight_dimension_numbers=views, strategy=strategy)
+    updates, _ = sharded.jit(tx.update)(grads, tx.init(grads))
+    want = sharded.answers(leaves, grads)
+    for name, leaf in leaves.items():
+        assert sharded.worst_error(leaf, updates[name], want[name]) <= 1e-5
+
+
 FUSED = {
     "split_columns": Leaf((16, 80), P(None, "f"), MatrixView(0, 1, split=(64, 8, 8))),
     "split_rows": Leaf((16, 80), P("f"), MatrixView(0, 1, split=(64, 8, 8))),

@@ -1,6 +1,7 @@
 """The plan that is printed is the plan that runs, with the design's byte counts."""
 
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -138,6 +139,13 @@ def test_figures_of_ones_own_decide():
     assert plan(tree, rows, device=slow_chip).rows[0].strategy == "all_to_all"
     with pytest.raises(ValueError, match="device must be one of"):
         plan(tree, rows, device="abacus")
+
+
+@pytest.mark.parametrize("option", ["mu_dtype", "ns_dtype"])
+def test_dtypes_that_muon_refuses_are_refused(option):
+    options: Any = {option: "float8_e4m3fn"}
+    with pytest.raises(TypeError, match=f"{option} must be .*16 bits or more"):
+        plan({"w": struct(64, 64)}, **options)
 
 
 def test_table_and_data_say_the_same():

@@ -133,11 +133,13 @@ def check_dtype(option: str, name: str) -> None:
       ValueError: naming the option.
     """
     try:
-        is_float = jnp.issubdtype(jnp.dtype(name), jnp.floating)
+        is_float = jnp.issubdtype(jnp.dtype(name), jnp.floating) and jnp.dtype(name).itemsize > 1
     except TypeError:
         is_float = False
     if not is_float:
-        raise ValueError(f"{option} must be a floating-point dtype, got {name!r}")
+        raise ValueError(
+            f"{option} must be a floating-point dtype of 16 bits or more, got {name!r}"
+        )
 
 
 def _paths(params: Any) -> list[Segments]:

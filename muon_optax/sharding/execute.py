@@ -101,9 +101,9 @@ def _take(stacks: Sequence[jax.Array], start: int, count: int) -> jax.Array:
 
 def _run_chunk(x: jax.Array, share: Share, leaf: Leaf, solver: Solver) -> jax.Array:
     """Runs matrices (count, *block) through their share's strategy."""
-    if share.strategy == "local":
-        return solver.whole(x, leaf.view)
     group = _Group(leaf, share)
+    if share.strategy == "local" or group.shards * group.replicas == 1:
+        return solver.whole(x, leaf.view)
     if share.strategy == "all_to_all":
         return _by_owners(x, group, solver)
     return _by_replicas(x, group, solver)

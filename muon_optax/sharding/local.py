@@ -51,7 +51,7 @@ class Solver:
     def whole(self, stacked: jax.Array, view: BoundView) -> jax.Array:
         """Orthogonalises whole matrices, stacked by `BoundView.stack`."""
         parts = view.split_stack(stacked)
-        return view.merge_stack([self._in_batches(part) for part in parts])
+        return view.merge_stack([self._in_batches(part) for part in parts]).astype(stacked.dtype)
 
     def slices(
         self, x: jax.Array, axis: Literal[-1, -2], exchange: Exchange, axes: tuple[str, ...]
