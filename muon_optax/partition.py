@@ -201,6 +201,8 @@ def _decide(path: Segments, leaf: Any, choose: Choose) -> Decision:
         return Decision(path, shape, dtype, "frozen", NOT_FLOAT)
     label, reason, view = choose(path, shape)
     bound = None if view is None else bind_view(view, shape)
+    if bound is not None and jnp.dtype(dtype).itemsize < 2:
+        raise ValueError(f"dtype {dtype}: Muon needs 16 bits or more; label it 'adam'")
     return Decision(path, shape, dtype, label, reason, bound)
 
 

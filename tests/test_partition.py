@@ -451,7 +451,7 @@ def test_scalars_of_python_and_numpy():
 
 def test_low_precision_and_complex_floats_are_trained():
     params = {
-        "f8": jax.ShapeDtypeStruct((4, 4), jnp.float8_e4m3fn),
+        "bf16": jax.ShapeDtypeStruct((4, 4), jnp.bfloat16),
         "f16": zeros(4, 4, dtype=np.float16),
         "c64": zeros(4, 4, dtype=np.complex64),
     }
@@ -484,3 +484,10 @@ def test_views_of_a_masked_tree():
     views = assignment.views_of(masked)
     assert views["mlp"]["w"].matrices == ((1, 4, 4),)
     assert views["emb"] == MASKED
+
+
+def test_matrices_of_8_bits_are_refused():
+    params = {"a": {"w": jnp.zeros((4, 8), "float8_e4m3fn")}, "b": zeros(4, 4)}
+    with pytest.raises(ValueError, match="a/w: dtype float8_e4m3fn: Muon needs 16 bits or more"):
+        assign(params)
+    assert labels(params, partition=(Rule("w", "adam"),)) == {"a/w": "adam", "b": "muon"}
