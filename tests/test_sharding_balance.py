@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import make_mesh
 
+from benchmarks.shapes import gpt2_layers
 from muon_optax import muon, orthogonalize, plan
 from muon_optax.polar import NewtonSchulz, resolve_schedule
 from muon_optax.sharding import planner
@@ -20,16 +21,6 @@ from muon_optax.sharding.cost import Work
 
 BAR = 1.1
 NEWTON_SCHULZ = NewtonSchulz(resolve_schedule("jordan"))
-
-
-def gpt2(model: int = 768, layers: int = 12) -> dict[str, tuple[int, int]]:
-    block = {
-        "qkv": (model, 3 * model),
-        "out": (model, model),
-        "up": (model, 4 * model),
-        "down": (4 * model, model),
-    }
-    return {f"layer_{i}_{k}": shape for i in range(layers) for k, shape in block.items()}
 
 
 def llama(layers: int = 32) -> dict[str, tuple[int, int]]:
@@ -63,7 +54,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_real_matrices_are_shared_out_evenly_at_run_time(name):
     sizes, spec = LAYOUTS[name]
-    shapes = gpt2(model=16)
+    shapes = gpt2_layers(12, width=16)
     mesh = make_mesh(sizes)
     calls: list[tuple[int, int]] = []  # each device's thread appends
 
@@ -131,5 +122,5 @@ def test_the_plan_of_a_llama_shares_the_work_evenly(name, device):
     LAYOUTS,
 )
 def test_the_plan_of_a_gpt2_shares_the_work_evenly_where_products_are_slow(name):
-    shapes = gpt2()
+    shapes = gpt2_layers(12)
     assert planned(shapes, *LAYOUTS[name], "cpu").flops <= BAR * ideal(shapes)

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from sharded import STACK, Leaf, make_mesh
 
 from benchmarks.compiled import Program, read_program
+from benchmarks.shapes import gpt2_layers
 from muon_optax import MatrixView, muon, plan, scale_by_muon
 from muon_optax import MuonDimensionNumbers as Dims
 from muon_optax.polar import NewtonSchulz, resolve_schedule
@@ -300,21 +301,10 @@ def test_every_step_of_a_scan_sends_the_same():
     assert found.received <= BAR * 5 * all_to_all(16, M, N_, 8)
 
 
-def transformer(layers: int, model: int = 64) -> dict[str, tuple[int, int]]:
-    """The shapes of the matrices of GPT-2's blocks."""
-    block = {
-        "qkv": (model, 3 * model),
-        "out": (model, model),
-        "up": (model, 4 * model),
-        "down": (4 * model, model),
-    }
-    return {f"layer_{i}_{k}": shape for i in range(layers) for k, shape in block.items()}
-
-
 def test_four_times_the_layers_are_at_most_twice_the_instructions():
     mesh, found = make_mesh(FLAT), {}
     for layers in (12, 48):
-        shapes = transformer(layers)
+        shapes = gpt2_layers(layers, width=64)
         where = {name: NamedSharding(mesh, P("f")) for name in shapes}
         found[layers] = read_program(sharded.lower(muon(0.1), shapes, where, "float32").compile())
     assert found[48].instructions <= 2 * found[12].instructions

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from containers import Unnamed
 
 from muon_optax import MuonWarning, Rule
 from muon_optax.partition import assign
@@ -88,19 +89,6 @@ def test_a_single_array_of_three_dims():
 
 
 def test_containers_without_names_warn():
-    @jax.tree_util.register_pytree_node_class
-    class Unnamed:
-        def __init__(self, *parts: Any):
-            self.parts = parts
-
-        def tree_flatten(self):
-            return self.parts, None
-
-        @classmethod
-        def tree_unflatten(cls, aux, parts):
-            del aux
-            return cls(*parts)
-
     (text,) = warned(Unnamed(zeros(4, 4), zeros(4)))
     assert "registered without names" in text
     assert "<0> (4, 4)" in text

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from containers import Unnamed
 from flax import nnx
 from flax.traverse_util import flatten_dict
 
@@ -35,20 +36,6 @@ class Attention:
 
     query: Any
     value: Any
-
-
-@jax.tree_util.register_pytree_node_class
-class Unnamed:
-    def __init__(self, *parts: Any):
-        self.parts = parts
-
-    def tree_flatten(self):
-        return self.parts, None
-
-    @classmethod
-    def tree_unflatten(cls, aux, parts):
-        del aux
-        return cls(*parts)
 
 
 def names(tree: Any) -> list[str]:

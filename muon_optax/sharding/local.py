@@ -51,7 +51,7 @@ class Solver:
     def whole(self, stacked: jax.Array, view: BoundView) -> jax.Array:
         """Orthogonalises whole matrices, stacked by `BoundView.stack`."""
         parts = view.split_stack(stacked)
-        return view.merge_stack([self._in_batches(part) for part in parts]).astype(stacked.dtype)
+        return view.merge_stack([self._in_batches(part) for part in parts])
 
     def slices(
         self, x: jax.Array, axis: Literal[-1, -2], exchange: Exchange, axes: tuple[str, ...]
@@ -72,7 +72,7 @@ class Solver:
 
         def solve(i: jax.Array, x: jax.Array) -> jax.Array:
             y = self._apply(jax.lax.dynamic_slice_in_dim(x, i * batch, batch))
-            return jax.lax.dynamic_update_slice_in_dim(x, y.astype(x.dtype), i * batch, 0)
+            return jax.lax.dynamic_update_slice_in_dim(x, y, i * batch, 0)
 
         # In place: the outputs of a map would first be filled with zeros, and copied.
         return jax.lax.fori_loop(0, count // batch, solve, x)
@@ -82,7 +82,8 @@ class Solver:
             y = self.function(x[0])[None]  # a product without a batch dim is faster
         else:
             y = _checked(self.function(x), x)
-        return _times(y, _inner(x, y)) if self.adaptive else y
+        y = _times(y, _inner(x, y)) if self.adaptive else y
+        return y.astype(x.dtype)
 
 
 def make_solver(
