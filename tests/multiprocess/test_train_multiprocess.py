@@ -21,6 +21,7 @@ PAGE = (ROOT / "docs" / "multiprocess.md").read_text()
 EXAMPLE = "python examples/train_multiprocess.py"
 SECONDS = 300
 FOREVER = 10**6
+LEARNED = 20  # steps after which the loss is 0.5 lower, at least
 
 
 def blocks(language: str) -> list[str]:
@@ -177,15 +178,16 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path, text: P
         assert run.codes() == [0], (stopped / "errors").read_text()
     assert list(other) == [last + 1, last + 2]
 
-    # All of it is what a run makes that nothing happens to.
-    with Run(plain(free_port()), whole, 2, **options, steps=last + 2) as run:
+    # All of it is what a run makes that nothing happens to; where it was stopped is chance.
+    steps = max(last + 2, LEARNED)
+    with Run(plain(free_port()), whole, 2, **options, steps=steps) as run:
         want = run.losses()
         assert run.codes() == [0, 0], (whole / "errors").read_text()
-    assert list(want) == list(range(1, last + 3))
+    assert list(want) == list(range(1, steps + 1))
     assert {**seen, **resumed}.items() <= want.items()
     for step, loss in other.items():
         assert float(loss) == pytest.approx(float(want[step]), rel=1e-5)
-    assert float(want[last]) < float(want[1]) - 0.5
+    assert float(want[LEARNED]) < float(want[1]) - 0.5
 
 
 def last_step(folder: Path) -> int:
