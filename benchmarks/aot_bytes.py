@@ -30,6 +30,7 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 sys.path.append(str(Path(__file__).parents[1]))
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import topologies
@@ -86,7 +87,8 @@ def compile_step(
     state = placed(shapes, lies)
     params = placed(case.params, where)
 
-    def step(params, grads, state):
+    def step(params, sources, state):
+        grads = jax.lax.optimization_barrier(jax.tree.map(jnp.negative, sources))
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 

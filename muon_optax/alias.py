@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from muon_optax.checks import (
@@ -188,6 +189,7 @@ def muon(
             strategy=strategy,
             max_workspace_bytes=max_workspace_bytes,
             device=device,
+            update_dtype=jnp.float32,
         )
         shape = scale_by_shape(
             views,
@@ -212,7 +214,8 @@ def muon(
         nesterov=nesterov if adam_nesterov is None else adam_nesterov,
     )
     whole = dispatch(
-        lambda views: in_float32(muon_half(views)),
+        # Decay in the gradient needs it wide; else the momentum is formed of it as it comes.
+        lambda views: in_float32(muon_half(views), takes_half=weight_decay_kind != "l2"),
         in_float32(adam),
         muon_weight_dimension_numbers,
         partition,

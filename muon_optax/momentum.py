@@ -14,7 +14,6 @@ from muon_optax.sharding.placement import is_on_host, to_device, to_host
 __all__ = ["Momentum", "MomentumForm", "MuonState", "moment_dtype", "zeros_like_parameter"]
 
 MomentumForm = Literal["ema", "sum"]
-Weights = tuple[jax.Array, jax.Array | None]
 
 
 class MuonState(NamedTuple):
@@ -33,6 +32,18 @@ class MuonState(NamedTuple):
 
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
     mu: optax.Updates
+
+
+class Weights(NamedTuple):
+    """Scalars of one step, as (of the old buffer, of the gradient).
+
+    Attributes:
+      keep: what makes the new buffer.
+      mix: what makes the direction.
+    """
+
+    keep: tuple[jax.Array, jax.Array]
+    mix: tuple[jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,38 +76,32 @@ class Momentum:
         dtype = param.dtype if self.dtype is None else self.dtype
         return zeros_like_parameter(param, moment_dtype(dtype, param.dtype))
 
-    def accumulate(self, grad: jax.Array, buffer: jax.Array) -> jax.Array:
-        """The next buffer, in at least float32; the caller rounds it to the state's dtype."""
-        dtype = wide_dtype(grad.dtype, buffer.dtype)
-        beta = _real(self.beta, dtype)
-        gain = 1 - beta if self.form == "ema" else jnp.ones_like(beta)
-        return beta * buffer.astype(dtype) + gain * grad.astype(dtype)
-
     def weights(self, count: jax.Array) -> Weights:
-        """What the mix takes of buffer and gradient at step `count` (1 at the first update).
+        """The scalars of step `count` (1 at the first update).
 
-        The bias-corrected Nesterov mix divides the buffer by 1 - beta^(t+1), as optax and Keras'
-        Nadam do.
+        The bias-corrected Nesterov mix divides the new buffer by 1 - beta^(t+1), as optax and
+        Keras' Nadam do.
         """
         dtype = jnp.result_type(float)
-        beta, t = _real(self.beta, dtype), count.astype(dtype)
+        beta, t = jnp.asarray(self.beta, dtype), count.astype(dtype)
         one = jnp.ones_like(beta)
         gain = 1 - beta if self.form == "ema" else one
-        if not self.bias_correction:
-            return (beta, gain) if self.nesterov else (one, None)
-        to_average = one if self.form == "ema" else 1 - beta
-        if not self.nesterov:
-            return to_average / (1 - beta**t), None
-        return to_average * beta / (1 - beta ** (t + 1)), (1 - beta) / (1 - beta**t)
+        of_new, of_grad = (beta, gain) if self.nesterov else (one, 0 * one)
+        new_sum = grad_sum = one
+        if self.bias_correction:
+            new_sum, grad_sum = 1 - beta ** (t + 1 if self.nesterov else t), 1 - beta**t
+            if self.form == "sum":
+                of_new, of_grad = (1 - beta) * of_new, (1 - beta) * of_grad
+        # Quotients come last: XLA computes one once, but a product again in each leaf's kernel.
+        mix_grad = (of_new * gain * grad_sum + of_grad * new_sum) / (new_sum * grad_sum)
+        return Weights((beta, gain), (of_new * beta / new_sum, mix_grad))
 
 
-def mix(weights: Weights, grad: jax.Array, buffer: jax.Array) -> jax.Array:
-    """The direction to orthogonalise, in the buffer's dtype (at least float32)."""
-    of_buffer, of_grad = weights
-    mixed = _real(of_buffer, buffer.dtype) * buffer
-    if of_grad is None:
-        return mixed
-    return mixed + _real(of_grad, buffer.dtype) * grad.astype(buffer.dtype)
+def combine(weights: tuple[jax.Array, jax.Array], buffer: jax.Array, grad: jax.Array) -> jax.Array:
+    """The sum of buffer and gradient with their weights, in at least float32."""
+    dtype = wide_dtype(grad.dtype, buffer.dtype)
+    of_buffer, of_grad = (w.astype(jnp.finfo(dtype).dtype) for w in weights)
+    return of_buffer * buffer.astype(dtype) + of_grad * grad.astype(dtype)
 
 
 def moment_dtype(wanted: Any, own: Any) -> jnp.dtype:
@@ -104,11 +109,6 @@ def moment_dtype(wanted: Any, own: Any) -> jnp.dtype:
     is_complex = jnp.issubdtype(own, jnp.complexfloating)
     dtype = wide_dtype(wanted, jnp.complex64) if is_complex else jnp.finfo(wanted).dtype
     return jax.dtypes.canonicalize_dtype(dtype)
-
-
-def _real(value: jax.typing.ArrayLike, dtype: Any) -> jax.Array:
-    """A scalar in the real dtype of `dtype`, as strict promotion wants it in a product."""
-    return jnp.asarray(value, jnp.finfo(dtype).dtype)
 
 
 def zeros_like_parameter(param: Any, dtype: Any) -> jax.Array:

@@ -10,16 +10,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from muon_optax.checks import check_decay, check_float_dtype
 from muon_optax.dtypes import compute_dtype, wide_dtype
 from muon_optax.leaf_kinds import is_float_leaf
 from muon_optax.matrix_view import BoundView, MuonDimensionNumbers
-from muon_optax.momentum import Momentum, MomentumForm, MuonState, Weights, mix
+from muon_optax.momentum import Momentum, MomentumForm, MuonState, combine
 from muon_optax.partition import Views, assign
 from muon_optax.polar import Coefficients, Method, PrecisionName, Preconditioning
 from muon_optax.scaling import Scale, resolve_scaling
+from muon_optax.sharding.buffers import Elementwise
 from muon_optax.sharding.cost import DeviceModel
 from muon_optax.sharding.distribute import Distribution, StrategyRules
 from muon_optax.sharding.local import Orthogonalizer, make_solver
@@ -85,8 +87,11 @@ def scale_by_momentum(
     def update(updates, state, params=None):
         del params
         _check_state(updates, state.mu)
-        count, weights, new = _accumulate(buffer, updates, state)
-        mixed = jax.tree.map(lambda g, m: mix(weights, g, m), updates, new)
+        count = jnp.asarray(optax.safe_increment(state.count))
+        weights = buffer.weights(count)
+        mu = graft(state.mu, updates)
+        new = jax.tree.map(functools.partial(combine, weights.keep), mu, updates)
+        mixed = jax.tree.map(functools.partial(combine, weights.mix), mu, updates)
         return cast_like(mixed, updates), MuonState(count, cast_like(new, state.mu))
 
     init = functools.partial(_init, buffer)
@@ -166,8 +171,8 @@ def orthogonalize(
         arrays = jax.tree.leaves(updates)
         dtypes = [compute_dtype(ns_dtype, x.dtype) for x in arrays]
         leaves = spread.leaves(updates, views, dtypes)
-        results = spread.run(leaves, solver, lambda _, x: x, (), [(x,) for x in arrays])
-        results = jax.tree.structure(updates).unflatten(results)
+        found = spread.run(leaves, solver, _AS_THEY_ARE, [(x,) for x in arrays])
+        results = jax.tree.structure(updates).unflatten([result for (result,) in found])
         return cast_like(results, updates), state
 
     return in_its_place(optax.GradientTransformation(init, update))
@@ -250,6 +255,7 @@ def scale_by_muon(
     strategy: StrategyRules = "auto",
     max_workspace_bytes: int | None = None,
     device: str | DeviceModel = "auto",
+    update_dtype: Any = None,
 ) -> optax.GradientTransformation:
     """Muon's direction: momentum, orthogonalised. Drop-in for `optax.contrib.scale_by_muon`.
 
@@ -275,9 +281,10 @@ def scale_by_muon(
       strategy: as in `orthogonalize`.
       max_workspace_bytes: as in `orthogonalize`.
       device: as in `orthogonalize`.
+      update_dtype: dtype of the updates, at least; None is the gradient's.
 
     Returns:
-      A transformation with a `MuonState`. Updates keep the gradient's dtype.
+      A transformation with a `MuonState`.
 
     Raises:
       ValueError, TypeError: for options out of range; at `init`, for leaves that make no matrix.
@@ -292,6 +299,7 @@ def scale_by_muon(
     check_decay("eps", eps, below=math.inf)
     buffer = Momentum(beta, mu_dtype, nesterov, bias_correction, momentum)
     check_float_dtype("ns_dtype", ns_dtype)
+    check_float_dtype("update_dtype", update_dtype)
     solver = make_solver(
         ns_coeffs,
         ns_steps,
@@ -320,20 +328,39 @@ def scale_by_muon(
         mu_lies = typed_specs(state.mu) if mu_shardings is None else mu_shardings
         updates = place(updates, mu_lies)
         views = _bound_views(whole_shapes(updates, lies), weight_dimension_numbers)
-        count, weights, new = _accumulate(buffer, updates, state)
-        dtypes = [compute_dtype(ns_dtype, m.dtype) for m in jax.tree.leaves(state.mu)]
-        leaves = spread.leaves(updates, views, dtypes, homes)
-        pairs = list(zip(jax.tree.leaves(updates), jax.tree.leaves(new), strict=True))
-        results = spread.run(leaves, solver, mix, weights, pairs)
+        treedef = jax.tree.structure(updates)
+        grads, mu = jax.tree.leaves(updates), jax.tree.leaves(graft(state.mu, updates))
+        leaves = spread.leaves(
+            updates, views, [compute_dtype(ns_dtype, m.dtype) for m in mu], homes
+        )
+        count = jnp.asarray(optax.safe_increment(state.count))
+        momentum = Elementwise(
+            buffer.weights(count),
+            prepare=lambda weights, g, m: combine(weights.mix, m, g),
+            keep=lambda weights, g, m: (combine(weights.keep, m, g),),
+        )
+        found = spread.run(leaves, solver, momentum, list(zip(grads, mu, strict=True)))
         ends = [
             home if home and home.spec != leaf.layout.spec else None
             for home, leaf in zip(homes, leaves, strict=True)
         ]
-        results = place(jax.tree.structure(updates).unflatten(results), ends)
-        new = place(cast_like(new, state.mu), mu_shardings)
-        return cast_like(results, updates), MuonState(count, new)
+        results = place(treedef.unflatten([result for result, _ in found]), ends)
+        new = cast_like(treedef.unflatten([kept for _, kept in found]), state.mu)
+        dtypes = [
+            g.dtype if update_dtype is None else wide_dtype(update_dtype, g.dtype) for g in grads
+        ]
+        results = jax.tree.map(lambda x, dtype: x.astype(dtype), results, treedef.unflatten(dtypes))
+        return results, MuonState(count, place(new, mu_shardings))
 
     return in_its_place(optax.GradientTransformation(init, update))
+
+
+# The factor of one changes nothing: a chunk that isn't due yet is held back by it.
+_AS_THEY_ARE = Elementwise(
+    np.float32(1),
+    prepare=lambda one, x: one.astype(jnp.finfo(x.dtype).dtype) * x,
+    keep=lambda *_: (),
+)
 
 
 def _init(buffer: Momentum, params: optax.Params) -> MuonState:
@@ -344,18 +371,6 @@ def _init(buffer: Momentum, params: optax.Params) -> MuonState:
     ]
     raise_together(bad, "momentum needs floating-point leaves:")
     return MuonState(jnp.zeros([], jnp.int32), jax.tree.map(buffer.init, params))
-
-
-def _accumulate(
-    buffer: Momentum, updates: optax.Updates, state: MuonState
-) -> tuple[jax.Array, Weights, optax.Updates]:
-    """The next count, the weights of the mix, and the new buffers, not yet rounded."""
-    count = jnp.asarray(optax.safe_increment(state.count))
-    return (
-        count,
-        buffer.weights(count),
-        jax.tree.map(buffer.accumulate, updates, graft(state.mu, updates)),
-    )
 
 
 def _check_state(updates: optax.Updates, mu: optax.Updates) -> None:

@@ -16,15 +16,25 @@ from muon_optax.tree_paths import align, cast_like
 __all__ = ["chain_in_order", "decayed_weights", "in_float32", "in_parameter_layout"]
 
 
-def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def in_float32(
+    inner: optax.GradientTransformation, *, takes_half: bool = False
+) -> optax.GradientTransformationExtraArgs:
     """Forms updates in float32 at least; updates and state keep the dtypes they came with.
 
     Half-precision learning rates, decays and parameters then round once, at the end.
+
+    Args:
+      inner: what forms the updates.
+      takes_half: whether it gets half-precision gradients as they are, and widens them itself.
+
+    Returns:
+      The transformation.
     """
     inner = optax.with_extra_args_support(inner)
 
     def update(updates, state, params=None, **extra_args):
-        new, new_state = inner.update(_widen(updates), state, _widen(params), **extra_args)
+        grads = updates if takes_half else _widen(updates)
+        new, new_state = inner.update(grads, state, _widen(params), **extra_args)
         return cast_like(new, updates), cast_like(new_state, state)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)

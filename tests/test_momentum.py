@@ -10,7 +10,7 @@ import pytest
 import reference
 
 from muon_optax.dtypes import wide_dtype
-from muon_optax.momentum import Momentum, mix, moment_dtype, zeros_like_parameter
+from muon_optax.momentum import Momentum, combine, moment_dtype, zeros_like_parameter
 
 CONVENTIONS = list(itertools.product([True, False], [True, False], ["ema", "sum"]))
 
@@ -20,8 +20,9 @@ def run(momentum, grads):
     buffer = momentum.init(grads[0])
     mixes, buffers = [], []
     for t, grad in enumerate(grads, start=1):
-        wide = momentum.accumulate(grad, buffer)
-        mixes.append(mix(momentum.weights(jnp.array(t, jnp.int32)), grad, wide))
+        weights = momentum.weights(jnp.array(t, jnp.int32))
+        wide = combine(weights.keep, buffer, grad)
+        mixes.append(combine(weights.mix, buffer, grad))
         buffer = wide.astype(buffer.dtype)
         buffers.append(buffer)
     return mixes, buffers
@@ -72,9 +73,10 @@ def test_half_precision_is_summed_wide_and_rounded_once(dtype):
     momentum = Momentum(0.95, None, True, True, "ema")
     buffer = momentum.init(grads[0])
     assert buffer.dtype == dtype
-    wide = momentum.accumulate(grads[0], buffer)
+    weights = momentum.weights(jnp.array(1))
+    wide = combine(weights.keep, buffer, grads[0])
     assert wide.dtype == jnp.float32
-    assert mix(momentum.weights(jnp.array(1)), grads[0], wide).dtype == jnp.float32
+    assert combine(weights.mix, buffer, grads[0]).dtype == jnp.float32
     exact = 0.05 * np.asarray(grads[0], np.float64)
     np.testing.assert_array_equal(wide.astype(dtype), jnp.asarray(exact, dtype))
 
@@ -83,8 +85,9 @@ def test_a_small_gain_is_not_lost_in_a_half_precision_sum():
     # In bfloat16, 0.999 m + 0.001 g is m wherever g is below 2 m.
     momentum = Momentum(0.999, jnp.float32, False, False, "ema")
     buffer = jnp.full((), 1.0, jnp.float32)
-    for _ in range(10):
-        buffer = momentum.accumulate(jnp.full((), 0.5, jnp.bfloat16), buffer)
+    for t in range(10):
+        weights = momentum.weights(jnp.array(t))
+        buffer = combine(weights.keep, buffer, jnp.full((), 0.5, jnp.bfloat16))
     np.testing.assert_allclose(buffer, 0.5 + 0.5 * 0.999**10, rtol=1e-6)
 
 

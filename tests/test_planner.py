@@ -89,11 +89,12 @@ def test_dtypes_strategies_and_views_make_buckets():
 
 def test_every_matrix_is_in_one_row():
     leaves = {f"up_{i}": ((64, 256), P("f")) for i in range(19)}
-    leaves |= {f"down_{i}": ((256, 64), P(None, "f")) for i in range(5)}
+    leaves |= {f"across_{i}": ((256, 64), P(None, "f")) for i in range(5)}
+    leaves |= {f"down_{i}": ((256, 64), P("f")) for i in range(7)}
     leaves |= {"stack": ((11, 64, 256), P(None, "f"))}
     found = chosen(leaves)
-    assert sum(row.count for row in found.rows if "up_0" in row.leaves) == 19 + 11
-    assert sum(row.count for row in found.rows if "down_0" in row.leaves) == 5
+    assert sum(row.count for row in found.rows if "up_0" in row.leaves) == 19 + 11 + 5
+    assert sum(row.count for row in found.rows if "down_0" in row.leaves) == 7
     assert set().union(*buckets(found)) == set(leaves)
 
 

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muon_optax.dtypes import wide_dtype
 from muon_optax.polar.coefficients import Row, Schedule
 from muon_optax.polar.normalize import Map, identity, precondition, scaled
 from muon_optax.polar.symmetric import commuting_product, gram_matrix, product
@@ -55,14 +54,14 @@ def standard(x: jax.Array, schedule: Schedule, *, axis: int, precision: str | No
         a = a.astype(x.dtype)
         return commuting_product(a, a, precision)
 
+    scale = None
     for step, row in enumerate(schedule.rows):
         a = gram_matrix(x, axis, precision)
         if step == 0:
             a, a2, scale = precondition(a, schedule, square)
-            x = _scaled(x, scale, axis)
         else:
-            a2 = square(a)
-        x = _apply(_factor(row, a, a2), x, axis, precision)
+            a2, scale = square(a), None
+        x = _apply(_factor(row, a, a2), scale, x, axis, precision)
     return x
 
 
@@ -95,11 +94,11 @@ def gram(
         r = exchange.reduce(gram_matrix(x, axis, precision))
         if start == 0:
             r, r2, scale = precondition(r, schedule, lambda r: times(r, r))
-            x = _scaled(x, exchange.spread(scale), axis)
+            scale = exchange.spread(scale)
         else:
-            r2 = times(r, r)
+            r2, scale = times(r, r), None
         q = _gram_steps(schedule.rows[start:end], r, r2, times)
-        x = _apply(exchange.spread(q), x, axis, precision)
+        x = _apply(exchange.spread(q), scale, x, axis, precision)
     return x
 
 
@@ -129,14 +128,22 @@ def _factor(row: Row, a: jax.Array, a2: jax.Array) -> jax.Array:
     return row[0] * jnp.eye(a.shape[-1], dtype=a.dtype) + row[1] * a + row[2] * a2
 
 
-def _apply(factor: jax.Array, x: jax.Array, axis: int, precision: str | None) -> jax.Array:
-    """``factor @ x``, or ``x @ factor.mT`` if `axis` is -2, rounded once."""
+def _apply(
+    factor: jax.Array, scale: jax.Array | None, x: jax.Array, axis: int, precision: str | None
+) -> jax.Array:
+    """``factor @ (scale * x)``, or its like for `axis` -2, rounded once, with no pass over `x`.
+
+    In half precision the scale comes after the sum: float16 has no room for small factors.
+    """
+    after = None
+    if scale is not None:
+        after = jnp.max(scale, -2, keepdims=True)
+        factor = scaled(factor, (scale / after if x.dtype.itemsize < 4 else scale).mT)
     factor = factor.astype(x.dtype)
     if axis == -1:
-        return product(factor, x, (-1, -2), precision).astype(x.dtype)
-    return product(x, factor, (-1, -1), precision).astype(x.dtype)
-
-
-def _scaled(x: jax.Array, scale: jax.Array, axis: int) -> jax.Array:
-    scale = scale if axis == -1 else scale.mT
-    return scaled(x.astype(wide_dtype(x.dtype)), scale).astype(x.dtype)
+        y = product(factor, x, (-1, -2), precision)
+    else:
+        y = product(x, factor, (-1, -1), precision)
+    if after is not None and x.dtype.itemsize < 4:
+        y = scaled(y, after)
+    return y.astype(x.dtype)

@@ -193,7 +193,8 @@ def _orthogonalize(config: NewtonSchulz, x: jax.Array) -> jax.Array:
         y = _iterated(config, lax.optimization_barrier(y.mT), -1)
         y = lax.optimization_barrier(y).mT
     else:
-        y = _iterated(config, y, -1 if m <= n else -2)
+        # Else `x` would be kept, and scaled again for each of the products with it.
+        y = _iterated(config, lax.optimization_barrier(y), -1 if m <= n else -2)
     return y.astype(x.dtype)
 
 

@@ -38,6 +38,8 @@ class DeviceModel:
       slow_bandwidth: bytes/s that a device can receive from beyond them.
       latency: seconds for one collective.
       axis_bandwidth: bytes/s for single mesh axes, as pairs, instead of the above.
+      overlaps: whether exchanges run under products, and the compiler keeps to the order that this
+        takes.
 
     Example:
       >>> cluster = DeviceModel("mine", 1e15, 5e14, 4e11, node_size=8, slow_bandwidth=5e10)
@@ -54,6 +56,7 @@ class DeviceModel:
     slow_bandwidth: float = 25e9
     latency: float = 1e-5
     axis_bandwidth: tuple[tuple[str, float], ...] = ()
+    overlaps: bool = True
 
     def rate(self, itemsize: int) -> float:
         """FLOP/s for elements of this size."""
@@ -81,7 +84,7 @@ DEVICES = {
     "tpu_v5e": DeviceModel("tpu_v5e", 197e12, 98e12, 200e9),
     "tpu_v5p": DeviceModel("tpu_v5p", 459e12, 229e12, 600e9),
     "tpu_v6e": DeviceModel("tpu_v6e", 918e12, 459e12, 448e9),
-    "cpu": DeviceModel("cpu", 50e9, 50e9, 5e9),
+    "cpu": DeviceModel("cpu", 50e9, 50e9, 5e9, overlaps=False),
 }
 _KINDS = (
     ("h100", "h100"),

@@ -12,9 +12,10 @@ from muon_optax.checks import check_choice
 from muon_optax.matrix_view import BoundView
 from muon_optax.notices import warn_about
 from muon_optax.rules import has_run
+from muon_optax.sharding.buffers import Arrays, Elementwise
 from muon_optax.sharding.cost import DeviceModel, device_model
-from muon_optax.sharding.execute import Prepare, run_bucket
 from muon_optax.sharding.local import Solver
+from muon_optax.sharding.pipeline import run_buckets
 from muon_optax.sharding.planner import STRATEGIES, Bucket, Leaf, plan_leaves
 from muon_optax.sharding.specs import Layout, as_declared, is_spec, read_layouts
 from muon_optax.tree_paths import leaves_with_segments, path_name, raise_together
@@ -105,29 +106,17 @@ class Distribution:
         self,
         leaves: Sequence[Leaf],
         solver: Solver,
-        prepare: Prepare,
-        scalars: Any,
-        operands: Sequence[tuple[jax.Array, ...]],
-    ) -> list[jax.Array]:
-        """Orthogonalises what `prepare` makes of each leaf's operands; see `run_bucket`."""
-        results = [arrays[0].astype(x.dtype) for x, arrays in zip(leaves, operands, strict=True)]
+        elementwise: Elementwise,
+        operands: Sequence[Arrays],
+    ) -> list[Arrays]:
+        """What replaces the operands of each leaf; see `run_buckets`."""
         warn_about(
             "on an Auto mesh the layout of traced arrays can't be seen, so the partitioner places "
             "exchanges inside every Newton-Schulz step; give param_shardings to avoid that",
             [leaf for leaf in leaves if not leaf.layout.is_known],
         )
-        for bucket in self.plan(leaves, solver)[1]:
-            done = run_bucket(
-                bucket,
-                [leaves[i] for i in bucket.members],
-                prepare,
-                scalars,
-                [operands[i] for i in bucket.members],
-                solver,
-            )
-            for i, result in zip(bucket.members, done, strict=True):
-                results[i] = result
-        return results
+        device, buckets = self.plan(leaves, solver)
+        return run_buckets(buckets, leaves, solver, elementwise, operands, in_place=device.overlaps)
 
 
 def _strategies(strategy: Any) -> list[str]:

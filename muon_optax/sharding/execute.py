@@ -1,127 +1,56 @@
-"""Carries a plan out: one shard_map a bucket, one exchange in and one out a chunk.
+"""How a chunk of matrices is brought together and sent back: one exchange for each strategy.
 
-The momentum mix is formed and rounded on the shards, inside the shard_map: outside, the partitioner
-would move the exchange before it and send more. Slices travel in the leaf's own layout; only whole
-matrices are transposed, merged or cut into blocks.
+Slices travel in the leaf's own layout; only whole matrices are transposed, merged or cut into
+blocks.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from muon_optax.polar import Exchange
+from muon_optax.polar import Exchange as GramExchange
 from muon_optax.sharding.local import Solver
-from muon_optax.sharding.planner import Bucket, Leaf, Share
+from muon_optax.sharding.planner import Leaf, Share
 
-__all__ = ["Prepare", "run_bucket"]
-
-Prepare = Callable[..., jax.Array]
-
-
-def run_bucket(
-    bucket: Bucket,
-    leaves: Sequence[Leaf],
-    prepare: Prepare,
-    scalars: Any,
-    operands: Sequence[tuple[jax.Array, ...]],
-    solver: Solver,
-) -> list[jax.Array]:
-    """Orthogonalises the leaves of one bucket.
-
-    Args:
-      bucket: from the planner.
-      leaves: the bucket's leaves.
-      prepare: elementwise, (scalars, *operands of a leaf) -> what is orthogonalised.
-      scalars: a tree of scalars for it.
-      operands: for each leaf the same number of arrays, all in the leaf's layout.
-      solver: what is done with each matrix.
-
-    Returns:
-      The results, in each leaf's layout and dtype.
-    """
-
-    def body(scalars, operands):
-        mixes = [prepare(scalars, *arrays) for arrays in operands]
-        stacks = [
-            leaf.view.stack(mix.astype(leaf.dtype)) for leaf, mix in zip(leaves, mixes, strict=True)
-        ]
-        done: list[jax.Array] = []
-        for share, start, count in bucket.chunks:
-            x = _take(stacks, start, count)
-            if len(done) > 1:  # one chunk is exchanged under another's products, but no more
-                x, done[-2] = jax.lax.optimization_barrier((x, done[-2]))
-            done.append(_run_chunk(x, share, bucket.leaf, solver))
-        starts = [sum(x.shape[0] for x in stacks[:i]) for i in range(len(stacks))]
-        return [
-            leaf.view.unstack(_take(done, start, stack.shape[0]), (leaf.home or leaf.layout).block)
-            for leaf, start, stack in zip(leaves, starts, stacks, strict=True)
-        ]
-
-    layout = bucket.leaf.layout
-    axes = _axes_to_map(bucket)
-    if not axes or layout.mesh is None:
-        return body(scalars, operands)
-    specs = [leaf.layout.partition_spec for leaf in leaves]
-    ends = [(leaf.home or leaf.layout).partition_spec for leaf in leaves]
-    return jax.shard_map(
-        body,
-        mesh=layout.mesh,
-        in_specs=(PartitionSpec(), [(spec,) * len(operands[0]) for spec in specs]),
-        out_specs=ends,
-        axis_names=axes,
-    )(scalars, operands)
-
-
-def _axes_to_map(bucket: Bucket) -> set[str]:
-    """Mesh axes to make Manual: all that are known and not Manual yet, if any is needed."""
-    layout = bucket.leaf.layout
-    shared = {a for share in bucket.shares for a in share.axes}
-    # Axes of size 1 count: products of blocks typed with them would be refused.
-    typed = {a for axes in layout.type_key for a in axes}
-    if not (typed | shared) - set(layout.manual):
-        return set()
-    return set(layout.known) - set(layout.manual)
-
-
-def _take(stacks: Sequence[jax.Array], start: int, count: int) -> jax.Array:
-    """Matrices `start` to `start + count` of the concatenated stacks."""
-    pieces = []
-    for stack in stacks:
-        low, high = max(start, 0), min(start + count, stack.shape[0])
-        if low < high:
-            pieces.append(stack if high - low == stack.shape[0] else stack[low:high])
-        start -= stack.shape[0]
-    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
-
-
-def _run_chunk(x: jax.Array, share: Share, leaf: Leaf, solver: Solver) -> jax.Array:
-    """Runs matrices (count, *block) through their share's strategy."""
-    group = _Group(leaf, share)
-    if share.strategy == "local" or group.shards * group.replicas == 1:
-        return solver.whole(x, leaf.view)
-    if share.strategy == "all_to_all":
-        return _by_owners(x, group, solver)
-    return _by_replicas(x, group, solver)
+__all__ = ["Exchange", "exchange_for"]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Group:
-    """The devices that work together on a chunk."""
+class Exchange:
+    """Matrices that are exchanged at once; without an exchange where they are whole already.
 
-    leaf: Leaf
+    Attributes:
+      share: what the plan says of them.
+      leaf: stands for the leaves that they come from.
+      count: how many a device has a part of.
+    """
+
     share: Share
+    leaf: Leaf
+    count: int
+
+    def receive(self, x: jax.Array) -> jax.Array:
+        """Slices (count, *block) -> what this device works on."""
+        return x
+
+    def solve(self, x: jax.Array, solver: Solver) -> jax.Array:
+        """Orthogonalises what was received."""
+        return solver.whole(x, self.leaf.view)
+
+    def send(self, y: jax.Array) -> jax.Array:
+        """Undoes `receive`."""
+        return y
 
     @property
     def shards(self) -> int:
+        """Devices that hold slices of a matrix."""
         return self.leaf.layout.count(self.leaf.shard_axes)
 
     @property
     def replicas(self) -> int:
+        """Devices that hold the same slice and share the work."""
         return self.leaf.layout.count(self.share.axes)
 
     def own(self, x: jax.Array) -> jax.Array:
@@ -137,6 +66,7 @@ class _Group:
 
     @property
     def ends_whole(self) -> bool:
+        """Whether results go whole to every device."""
         return self.leaf.home is not None
 
     def swap(self, x: jax.Array) -> jax.Array:
@@ -174,75 +104,100 @@ class _Group:
         return self.leaf.layout.count(axes)
 
 
-def _by_owners(x: jax.Array, group: _Group, solver: Solver) -> jax.Array:
-    """all_to_all: each device gathers its own matrices whole and sends the slices back."""
-    if x.shape[0] < group.shards * group.replicas:
-        return _rest_by_owners(x, group, solver)
-    solve = functools.partial(solver.whole, view=group.leaf.view)
-    return group.all(_there_and_back(group.own(x), group, solve))
+class _AllToAll(Exchange):
+    """Each device gathers its own matrices whole and sends the slices back.
+
+    Fewer matrices than owners go to those that `rest_owners` names.
+    """
+
+    def receive(self, x: jax.Array) -> jax.Array:
+        x = _pad(x, self._each * self.replicas)
+        x = self.own(_rolled(x, self._first[0] * self._each))
+        x = _rolled(_pad(x, -(-self._each // self.shards) * self.shards), self._first[1])
+        return self.assemble(self.swap(x.reshape(self.shards, -1, *x.shape[1:])))
+
+    def solve(self, x: jax.Array, solver: Solver) -> jax.Array:
+        solve = functools.partial(solver.whole, view=self.leaf.view)
+        if not self.share.skips:
+            return solve(x)
+        replica, shard = self._first
+        turn = (_index(self.share.axes) - replica) % self.replicas
+        place = (_index(self.leaf.shard_axes) - shard) % self.shards
+        has_one = (place < self._each) & (turn * self._each + place < self.count)
+        return jax.lax.cond(has_one, solve, lambda x: x, x)
+
+    def send(self, y: jax.Array) -> jax.Array:
+        if self.ends_whole:
+            x = _gather(y, self.leaf.shard_axes)
+        else:
+            parts = self.swap(self.disassemble(y))
+            x = parts.reshape(-1, *parts.shape[2:])
+        replica, shard = self._first
+        x = self.all(_rolled(x, -shard)[: self._each])
+        return _rolled(x, -replica * self._each)[: self.count]
+
+    @property
+    def _each(self) -> int:
+        """Matrices of a replica."""
+        return -(-self.count // self.replicas)
+
+    @property
+    def _first(self) -> tuple[int, int]:
+        """Replica and shard of the first owner."""
+        return divmod(self.share.offset, self.shards)
 
 
-def _rest_by_owners(x: jax.Array, group: _Group, solver: Solver) -> jax.Array:
-    """all_to_all for fewer matrices than owners: those that `rest_owners` names have one."""
-    count, each = x.shape[0], -(-x.shape[0] // group.replicas)
-    replica, shard = divmod(group.share.offset, group.shards)
-    x = group.own(jnp.roll(_pad(x, each * group.replicas), replica * each, axis=0))
-    x = jnp.roll(_pad(x, group.shards), shard, axis=0)
-    turn = (_index(group.share.axes) - replica) % group.replicas
-    place = (_index(group.leaf.shard_axes) - shard) % group.shards
-    has_one = (place < each) & (turn * each + place < count)
+class _ByReplicas(Exchange):
+    """All shards of a replica work on each of its matrices."""
 
-    def solve(whole: jax.Array) -> jax.Array:
-        return jax.lax.cond(has_one, lambda y: solver.whole(y, group.leaf.view), lambda y: y, whole)
+    def receive(self, x: jax.Array) -> jax.Array:
+        return self.own(_pad(x, -(-self.count // self.replicas) * self.replicas))
 
-    x = jnp.roll(_there_and_back(x, group, solve), -shard, axis=0)
-    return jnp.roll(group.all(x[:each]), -replica * each, axis=0)[:count]
+    def send(self, y: jax.Array) -> jax.Array:
+        return self.all(y)[: self.count]
 
 
-def _there_and_back(
-    x: jax.Array, group: _Group, solve: Callable[[jax.Array], jax.Array]
-) -> jax.Array:
-    """Matrices of which a device has slices, through their owners."""
-    whole = solve(group.assemble(group.swap(x.reshape(group.shards, -1, *x.shape[1:]))))
-    if group.ends_whole:
-        return _gather(whole, group.leaf.shard_axes)
-    parts = group.swap(group.disassemble(whole))
-    return parts.reshape(-1, *parts.shape[2:])
+class _Gather(_ByReplicas):
+    """Each of them has every matrix whole, and keeps its slice."""
+
+    def receive(self, x: jax.Array) -> jax.Array:
+        x = super().receive(x)
+        if self.shards == 1:
+            return x
+        return self.assemble(_gather(x[None], self.leaf.shard_axes))
+
+    def send(self, y: jax.Array) -> jax.Array:
+        if self.shards > 1 and not self.ends_whole:
+            index = jax.lax.axis_index(self.leaf.shard_axes)
+            y = jax.lax.dynamic_index_in_dim(self.disassemble(y), index, keepdims=False)
+        return super().send(y)
 
 
-def _by_replicas(x: jax.Array, group: _Group, solver: Solver) -> jax.Array:
-    """Gather and gram: all shards of a replica work on each of its matrices."""
-    count = x.shape[0]
-    x = group.own(_pad(x, -(-count // group.replicas) * group.replicas))
-    solve = _solve_slices if group.share.strategy == "gram" else _solve_gathered
-    return group.all(solve(x, group, solver))[:count]
+class _Gram(_ByReplicas):
+    """Each of them keeps its slice; Gram matrices are summed, iterated and spread."""
+
+    def solve(self, x: jax.Array, solver: Solver) -> jax.Array:
+        axes, view, count = self.leaf.shard_axes, self.leaf.view, x.shape[0]
+        rounded = -(-count // self.shards) * self.shards  # Gram matrices alone are padded
+        block = dataclasses.replace(view, shape=self.leaf.layout.block)
+        block = dataclasses.replace(block, block_sizes=(block.fan_out,))
+        exchange = GramExchange(
+            maximum=lambda v: jax.lax.pmax(jax.lax.stop_gradient(v), axes),
+            reduce=lambda r: jax.lax.psum_scatter(_pad(r, rounded), axes, tiled=True),
+            spread=lambda q: jax.lax.all_gather(q, axes, tiled=True)[:count],
+        )
+        (matrices,) = block.split_stack(x)
+        axis = -1 if view.fan_in <= view.fan_out else -2
+        return block.merge_stack([solver.slices(matrices, axis, exchange, axes)])
 
 
-def _solve_gathered(x: jax.Array, group: _Group, solver: Solver) -> jax.Array:
-    axes = group.leaf.shard_axes
-    if group.shards == 1:
-        return solver.whole(x, group.leaf.view)
-    parts = _gather(x[None], axes)
-    whole = solver.whole(group.assemble(parts), group.leaf.view)
-    if group.ends_whole:
-        return whole
-    index = jax.lax.axis_index(axes)
-    return jax.lax.dynamic_index_in_dim(group.disassemble(whole), index, keepdims=False)
+_EXCHANGES = {"local": Exchange, "all_to_all": _AllToAll, "gather": _Gather, "gram": _Gram}
 
 
-def _solve_slices(x: jax.Array, group: _Group, solver: Solver) -> jax.Array:
-    axes, view, count = group.leaf.shard_axes, group.leaf.view, x.shape[0]
-    rounded = -(-count // group.shards) * group.shards  # Gram matrices alone are padded
-    block = dataclasses.replace(view, shape=group.leaf.layout.block)
-    block = dataclasses.replace(block, block_sizes=(block.fan_out,))
-    exchange = Exchange(
-        maximum=lambda v: jax.lax.pmax(jax.lax.stop_gradient(v), axes),
-        reduce=lambda r: jax.lax.psum_scatter(_pad(r, rounded), axes, tiled=True),
-        spread=lambda q: jax.lax.all_gather(q, axes, tiled=True)[:count],
-    )
-    (matrices,) = block.split_stack(x)
-    axis = -1 if view.fan_in <= view.fan_out else -2
-    return block.merge_stack([solver.slices(matrices, axis, exchange, axes)])
+def exchange_for(share: Share, leaf: Leaf, count: int) -> Exchange:
+    """The exchange of a chunk of a share."""
+    is_alone = leaf.layout.count((*leaf.shard_axes, *share.axes)) == 1
+    return _EXCHANGES["local" if is_alone else share.strategy](share, leaf, count)
 
 
 def _index(axes: tuple[str, ...]) -> jax.Array | int:
@@ -257,4 +212,10 @@ def _gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 def _pad(x: jax.Array, count: int) -> jax.Array:
     """Zero matrices up to `count`: finite, and never looked at again."""
+    if x.shape[0] == count:
+        return x
     return jnp.pad(x, [(0, count - x.shape[0]), *[(0, 0)] * (x.ndim - 1)])
+
+
+def _rolled(x: jax.Array, by: int) -> jax.Array:
+    return jnp.roll(x, by, axis=0) if by else x

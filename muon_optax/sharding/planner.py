@@ -7,8 +7,9 @@ are chosen so that the busiest device has as little to do as possible.
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import get_args
 
 import jax.numpy as jnp
@@ -68,13 +69,36 @@ class Leaf:
         return self.view.batch // self.layout.count(self.batch_axes)
 
     @property
+    def sides(self) -> tuple[tuple[int, Axes], ...]:
+        """Size and mesh axes of each dim of a stacked matrix."""
+        axes = self.view.stack_axes
+        return tuple((self.shape[a], self.layout.type_key[a]) for a in axes)
+
+    @property
     def key(self) -> tuple:
         """What the leaves of one bucket share: all but the sizes of batch axes."""
-        layout, view = self.layout, self.view
-        types = tuple(layout.type_key[a] for a in view.stack_axes)
-        batch = frozenset(axis for a in view.batch_axes for axis in layout.type_key[a])
-        place = (layout.mesh, types, batch, layout.free, layout.manual, layout.is_known)
-        return (view.matrix_key, *place, self.dtype, self.strategy, self.home is None)
+        return (self.view.matrix_key, self.sides, *self._place)
+
+    def key_across(self, solver: NewtonSchulz | None) -> tuple:
+        """The same for leaves and those that lie across them, whose transposes may join them.
+
+        Queries and outputs of attention are an example; a transpose's polar factor is the polar
+        factor's transpose.
+        """
+        return (tuple(sorted(self.sides)), *self._place) if self._may_turn(solver) else self.key
+
+    @property
+    def _place(self) -> tuple:
+        layout = self.layout
+        batch = frozenset(x for a in self.view.batch_axes for x in layout.type_key[a])
+        place = (layout.mesh, batch, layout.free, layout.manual, layout.is_known)
+        return (*place, self.dtype, self.strategy, self.home is None)
+
+    def _may_turn(self, solver: NewtonSchulz | None) -> bool:
+        # AOL norms are those of rows, and a user's function may do anything.
+        is_symmetric = solver is not None and solver.schedule.preconditioning != "aol"
+        is_plain = len(self.sides) == 2 and len(self.view.block_sizes) == 1
+        return is_symmetric and is_plain and bool(self.shard_axes) and self.home is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +114,8 @@ class Share:
       cost: bytes, FLOPs and seconds.
       reason: why this strategy.
       added: FLOPs that it adds to the busiest device, the buckets before it counted in.
+      skips: whether devices without a matrix go on to the next share; if not, they work on zeros.
+        Products in a branch hide less of the exchange, so that must gain something.
     """
 
     start: int
@@ -101,6 +127,7 @@ class Share:
     cost: Cost
     reason: str
     added: int = 0
+    skips: bool = False
 
     @property
     def chunks(self) -> Iterator[tuple[int, int]]:
@@ -153,24 +180,54 @@ def plan_leaves(
     Raises:
       ValueError: listing the leaves whose layout rules out the strategy asked for.
     """
-    groups: dict[tuple, list[int]] = {}
     filled = {i: leaf for i, leaf in enumerate(leaves) if math.prod(leaf.view.shape)}
-    for i, leaf in filled.items():
-        groups.setdefault(leaf.key, []).append(i)
-    works = {key: _work(leaves[members[0]], solver) for key, members in groups.items()}
+    works = {leaf.key: _work(leaf, solver) for leaf in filled.values()}
+    groups = _groups(filled, works, solver)
     largest = max((w.matrix_bytes for w in works.values()), default=0)
     budget = max_workspace_bytes or max(_MINIMUM_WORKSPACE, 6 * largest)
     _check_strategies(filled.values(), works, solver)
     loads: dict[tuple, np.ndarray] = {}
     buckets = []
-    for key in sorted(groups, key=lambda k: -works[k].flops):
-        members, work = tuple(groups[key]), works[key]
+    for members in sorted(groups, key=lambda members: -works[leaves[members[0]].key].flops):
         leaf = leaves[members[0]]
+        work = works[leaf.key]
         count = sum(leaves[i].count for i in members)
         load = loads.setdefault(work.sizes, np.zeros([n for _, n in work.sizes]))
         shares = _Chooser(leaf, work, solver, device, load, budget).shares(count)
         buckets.append(Bucket(members, leaf, tuple(shares)))
-    return tuple(buckets)
+    return tuple(_without_lone_skip(buckets, device))
+
+
+def _groups(
+    leaves: Mapping[int, Leaf], works: Mapping[tuple, Work], solver: NewtonSchulz | None
+) -> list[tuple[int, ...]]:
+    """Indices of the leaves of each bucket.
+
+    Leaves that lie across each other are one bucket if either would leave a round of owners
+    incomplete; else turning them gains nothing.
+    """
+    groups: dict[tuple, dict[tuple, list[int]]] = {}
+    for i, leaf in leaves.items():
+        groups.setdefault(leaf.key_across(solver), {}).setdefault(leaf.key, []).append(i)
+    found: list[tuple[int, ...]] = []
+    for ways in groups.values():
+        rests = [sum(leaves[i].count for i in way) % works[key].owners for key, way in ways.items()]
+        joined = [tuple(itertools.chain(*ways.values()))]
+        found += joined if any(rests) else map(tuple, ways.values())
+    return found
+
+
+def _without_lone_skip(buckets: Sequence[Bucket], device: DeviceModel) -> Sequence[Bucket]:
+    """Skips nothing where a device that skips would only wait."""
+    skipped = [share for bucket in buckets for share in bucket.shares if share.skips]
+    if len(skipped) != 1 or not device.overlaps:
+        return buckets
+    return [
+        dataclasses.replace(
+            bucket, shares=tuple(dataclasses.replace(share, skips=False) for share in bucket.shares)
+        )
+        for bucket in buckets
+    ]
 
 
 def _check_strategies(
@@ -285,8 +342,8 @@ class _Chooser:
 
     def _share(self, strategy: Strategy, start: int, count: int, work: Work) -> Share:
         cost = estimate(strategy, count, work, self.device, self.solver)
-        offset = 0
-        if strategy == "all_to_all" and count < work.owners:
+        offset, skips = 0, strategy == "all_to_all" and count < work.owners
+        if skips:
             offset, added = self._best_offset(count, work)
             idle = (work.flops - added) / self.device.rate(work.itemsize)
             cost = dataclasses.replace(cost, seconds=cost.seconds - idle)
@@ -299,11 +356,18 @@ class _Chooser:
             self._chunk(strategy, count, work),
             cost,
             _reason(strategy, self.leaf, count, work),
+            skips=skips,
         )
 
     def _chunk(self, strategy: Strategy, count: int, work: Work) -> int:
-        """Matrices to exchange at once: each lies there as slices and whole, in and out."""
+        """Matrices to exchange at once: each lies there as slices and whole, in and out.
+
+        Several large ones are a loop of products, which hides less than the products themselves.
+        """
         at_once = max(1, (self.budget // max(1, work.matrix_bytes) - 2) // 4)
+        seconds = work.matrix_bytes / self.device.bandwidth_over(work.shard_axes, dict(work.sizes))
+        if self.device.overlaps and seconds > 5 * self.device.latency and strategy != "local":
+            at_once = 1
         each = {"local": 1, "gather": work.replicas}.get(strategy, work.owners)
         return min(count, at_once * each)
 

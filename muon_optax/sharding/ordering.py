@@ -1,0 +1,41 @@
+"""Holds values back until others are there.
+
+`jax.lax.optimization_barrier` gives all of its results the type of what varies most, and a
+replicated result would no longer count as one. Here each value keeps its own type.
+"""
+
+from typing import TypeVar
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+__all__ = ["together"]
+
+T = TypeVar("T")
+
+
+def together(values: T) -> T:
+    """Returns a tree of arrays as it is; none can be used before all are computed.
+
+    Example:
+      >>> [float(x) for x in together((1.0, 2.0))]
+      [1.0, 2.0]
+    """
+    leaves, treedef = jax.tree.flatten(values)
+    return treedef.unflatten(_together.bind(*leaves))
+
+
+_together = Primitive("together")
+_together.multiple_results = True
+_together.def_abstract_eval(lambda *types: types)
+_together.def_impl(lambda *values: values)
+mlir.register_lowering(
+    _together,
+    mlir.lower_fun(lambda *values: jax.lax.optimization_barrier(values), multiple_results=True),
+)
+batching.primitive_batchers[_together] = lambda values, dims: (_together.bind(*values), dims)
+ad.primitive_jvps[_together] = lambda values, tangents: (
+    _together.bind(*values),
+    tangents,
+)

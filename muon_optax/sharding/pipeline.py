@@ -1,0 +1,196 @@
+"""Carries a plan out: chunk after chunk, the exchange of one under the products of another.
+
+All leaves that are mapped over the same axes go through one shard_map, in rounds. At the same time
+
+    chunk k + 1 is formed and received,
+    chunk k is orthogonalised,
+    chunk k - 1 is sent back.
+
+The compiler is free to move what no data ties, so each round waits for all of the one before; a
+device holds no more than three chunks. The momentum mix is formed and rounded on the shards, inside
+the shard_map: outside, the partitioner would move the exchange before it and send more.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from muon_optax.sharding.buffers import Arrays, Buffers, Elementwise
+from muon_optax.sharding.execute import Exchange, exchange_for
+from muon_optax.sharding.local import Solver
+from muon_optax.sharding.ordering import together
+from muon_optax.sharding.planner import Bucket, Leaf
+
+__all__ = ["run_buckets"]
+
+T = TypeVar("T")
+
+
+def run_buckets(
+    buckets: Iterable[Bucket],
+    leaves: Sequence[Leaf],
+    solver: Solver,
+    elementwise: Elementwise,
+    operands: Sequence[Arrays],
+    *,
+    in_place: bool,
+) -> list[Arrays]:
+    """Orthogonalises leaves.
+
+    Args:
+      buckets: from the planner.
+      leaves: the leaves that were planned.
+      solver: what is done with each matrix.
+      elementwise: what is done before, on the shards.
+      operands: for each leaf the same number of arrays, all in the leaf's layout.
+      in_place: whether what becomes of a chunk is written over what it was made of.
+
+    Returns:
+      What replaces the operands: the result, in the leaf's dtype and home, and what is kept.
+    """
+    by_mapping: dict[Any, list[Bucket]] = {}
+    for bucket in buckets:
+        by_mapping.setdefault((bucket.leaf.layout.mesh, _axes_to_map(bucket)), []).append(bucket)
+    found = dict(enumerate(operands))  # a leaf in no bucket is empty
+    for (mesh, axes), mapped in by_mapping.items():
+        run: Any = _Pipeline(mapped, leaves, solver, elementwise, in_place)
+        mine = {i: operands[i] for bucket in mapped for i in bucket.members}
+        if axes:
+            specs = {i: leaves[i].layout.partition_spec for i in mine}
+            ends = {i: (leaves[i].home or leaves[i].layout).partition_spec for i in mine}
+            out = {i: (ends[i], *[specs[i]] * (len(arrays) - 1)) for i, arrays in mine.items()}
+            ins = (PartitionSpec(), specs)
+            run = jax.shard_map(run, mesh=mesh, in_specs=ins, out_specs=out, axis_names=set(axes))
+        found |= run(elementwise.scalars, mine)
+    return [found[i] for i in range(len(leaves))]
+
+
+def _axes_to_map(bucket: Bucket) -> frozenset[str]:
+    """Mesh axes to make Manual: all that are known and not Manual yet, if any is needed."""
+    layout = bucket.leaf.layout
+    shared = {a for share in bucket.shares for a in share.axes}
+    # Axes of size 1 count: products of blocks typed with them would be refused.
+    typed = {a for axes in layout.type_key for a in axes}
+    if layout.mesh is None or not (typed | shared) - set(layout.manual):
+        return frozenset()
+    return frozenset(layout.known) - set(layout.manual)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """Matrices `start` to `stop` of a leaf; their transposes, if it lies across the bucket's."""
+
+    leaf: int
+    start: int
+    stop: int
+    is_across: bool
+
+    def turned(self, x: jax.Array) -> jax.Array:
+        """Matrices of the leaf as the bucket has them, or back."""
+        return x.mT if self.is_across else x
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """Matrices that are exchanged at once."""
+
+    exchange: Exchange
+    pieces: tuple[_Piece, ...]
+    bytes: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pipeline:
+    """The program of one device."""
+
+    buckets: Sequence[Bucket]
+    leaves: Sequence[Leaf]
+    solver: Solver
+    elementwise: Elementwise
+    in_place: bool
+
+    def __call__(self, scalars: Any, operands: dict[int, Arrays]) -> dict[int, Arrays]:
+        chunks = _cheap_at_both_ends([c for bucket in self.buckets for c in self._chunks(bucket)])
+        held = _Held(self._buffers(chunks, operands))
+        arrived, solved = (), ()
+        for coming, here, leaving in zip(
+            [*chunks, None, None], [None, *chunks, None], [None, None, *chunks], strict=True
+        ):
+            scalars, arrived, solved = held.wait((scalars, arrived, solved))
+            if here:
+                held.keep(here, scalars)
+            if leaving:
+                held.put(leaving, leaving.exchange.send(solved))
+            scalars = held.wait(scalars)
+            received = coming.exchange.receive(held.form(coming, scalars)) if coming else ()
+            solved = here.exchange.solve(arrived, self.solver) if here else ()
+            arrived = received
+        return {i: buffers.finished(scalars) for i, buffers in held.leaves.items()}
+
+    def _buffers(self, chunks: Sequence[_Chunk], operands: dict[int, Arrays]) -> dict[int, Buffers]:
+        pieces = [piece for chunk in chunks for piece in chunk.pieces]
+        cut = {p.leaf for p in pieces if p.stop - p.start < self.leaves[p.leaf].count}
+        options = {"in_place": self.in_place}
+        return {
+            i: Buffers(self.leaves[i], arrays, self.elementwise, is_cut=i in cut, **options)
+            for i, arrays in operands.items()
+        }
+
+    def _chunks(self, bucket: Bucket) -> Iterator[_Chunk]:
+        for share, start, count in bucket.chunks:
+            pieces, low = [], start
+            for i in bucket.members:
+                first, stop = max(low, 0), min(low + count, self.leaves[i].count)
+                is_across = self.leaves[i].sides != bucket.leaf.sides
+                pieces += [_Piece(i, first, stop, is_across)] * (first < stop)
+                low -= self.leaves[i].count
+            exchange = exchange_for(share, bucket.leaf, count)
+            yield _Chunk(exchange, tuple(pieces), share.cost.bytes * count / share.count)
+
+
+class _Held:
+    """The buffers of all leaves, and which of them were written."""
+
+    def __init__(self, leaves: dict[int, Buffers]):
+        self.leaves = leaves
+        self._written: set[int] = set()
+
+    def wait(self, values: T) -> T:
+        """The values, for which all that was written since the last time is waited."""
+        values, arrays = together((values, {i: self.leaves[i].arrays for i in self._written}))
+        for i in self._written:
+            self.leaves[i].arrays = arrays[i]
+        self._written.clear()
+        return values
+
+    def form(self, chunk: _Chunk, scalars: Any) -> jax.Array:
+        """What is orthogonalised."""
+        found = [p.turned(self.leaves[p.leaf].form(scalars, p.start, p.stop)) for p in chunk.pieces]
+        return found[0] if len(found) == 1 else jnp.concatenate(found)
+
+    def keep(self, chunk: _Chunk, scalars: Any) -> None:
+        """Replaces all operands but the first."""
+        for p in chunk.pieces:
+            self.leaves[p.leaf].keep(scalars, p.start, p.stop)
+            self._written.add(p.leaf)
+
+    def put(self, chunk: _Chunk, results: jax.Array) -> None:
+        """Replaces the first operand."""
+        sizes = [p.stop - p.start for p in chunk.pieces]
+        parts = jnp.split(results, np.cumsum(sizes)[:-1]) if len(sizes) > 1 else [results]
+        for p, part in zip(chunk.pieces, parts, strict=True):
+            self.leaves[p.leaf].put(p.turned(part), p.start)
+            self._written.add(p.leaf)
+
+
+def _cheap_at_both_ends(chunks: list[_Chunk]) -> list[_Chunk]:
+    """The cheapest chunk last and the next cheapest first: what they exchange there is exposed."""
+    order = sorted(range(len(chunks)), key=lambda k: (chunks[k].bytes, -k))
+    ends = [*order[1:2], *order[:1]]
+    inner = [k for k in range(len(chunks)) if k not in ends]
+    return [chunks[k] for k in (*ends[:-1], *inner, *ends[-1:])]

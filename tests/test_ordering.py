@@ -1,0 +1,48 @@
+"""Values that wait for each other: same values, each with a type of its own, in one barrier."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import sharded
+from jax.sharding import PartitionSpec as P
+
+from muon_optax.sharding.ordering import together
+
+
+def test_values_are_what_they_were():
+    tree = {"a": jnp.arange(3), "b": (jnp.ones(()), None)}
+    for function in (together, jax.jit(together)):
+        found = function(tree)
+        assert jax.tree.structure(found) == jax.tree.structure(tree)
+        np.testing.assert_array_equal(found["a"], [0, 1, 2])
+    assert together(()) == ()
+
+
+def test_what_is_replicated_stays_so_beside_what_varies():
+    mesh = sharded.make_mesh({"x": 2, "y": 4})
+
+    def body(a, b, c):
+        types = [jax.typeof(v) for v in (a, b, c)]
+        a, b, c = together((a, b, c))
+        assert [jax.typeof(v) for v in (a, b, c)] == types
+        return a, b, c
+
+    specs = (P("x"), P("y"), P())
+    arrays = [jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, spec)) for spec in specs]
+    found = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs))(*arrays)
+    for x in found:
+        np.testing.assert_array_equal(x, np.arange(8))
+
+
+def test_derivatives_and_batches_pass():
+    value, slope = jax.jvp(lambda x: together((x, 2 * x))[1], (3.0,), (1.0,))
+    assert (float(value), float(slope)) == (6.0, 2.0)
+    assert float(jax.grad(lambda x: together((x**2, x))[0])(3.0)) == 6.0
+    batched = jax.vmap(lambda x: together((x, jnp.ones(())))[0])(jnp.arange(4))
+    np.testing.assert_array_equal(batched, [0, 1, 2, 3])
+
+
+def test_one_barrier_holds_them_all():
+    text = jax.jit(lambda a, b: together((a + 1, b))).lower(1.0, 2.0).as_text()
+    (line,) = [line for line in text.splitlines() if "optimization_barrier" in line]
+    assert line.count("tensor<f32>") == 2

@@ -1,0 +1,192 @@
+"""The pipeline: its rounds in the program, its results in place, and matrices that lie across."""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sharded
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from sharded import OVERLAPPING, STACK, Leaf, make_mesh
+
+from muon_optax import MuonDimensionNumbers as Dims
+from muon_optax import orthogonalize, plan, scale_by_muon
+from muon_optax.sharding.cost import DeviceModel
+
+WIDE, TALL = (16, 32), (32, 16)
+# Leaves whose chunks are parts of them, several of them, and all of one.
+LEAVES = {
+    "stack": Leaf((19, *WIDE), P(None, "f"), STACK),
+    "inside": Leaf((16, 11, 32), P("f"), Dims(0, 2)),
+    "single": Leaf(WIDE, P("f")),
+    "tall": Leaf(TALL, P(None, "f")),
+    "whole": Leaf((9, *WIDE), P(), STACK),
+    "local": Leaf((8, *WIDE), P("f"), STACK),
+}
+
+
+@pytest.mark.parametrize("strategy", ["auto", "gather", "all_to_all"])
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+def test_results_written_in_place_are_those_of_whole_matrices(kind, strategy):
+    leaves = {k: leaf for k, leaf in LEAVES.items() if strategy == "auto" or k != "local"}
+    mesh = make_mesh({"f": 4, "r": 2}, kind)
+    where = sharded.shardings(leaves, mesh)
+    sharded.check(leaves, mesh, param_shardings=where, strategy=strategy, device=OVERLAPPING)
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.parametrize("dtypes", [("float32", None), ("float32", "bfloat16"), ("bfloat16", None)])
+def test_several_steps_are_those_of_one_device(dtypes, overlaps):
+    own, compute = dtypes
+    device = DeviceModel("slow", 1e9, 1e9, 1e12, latency=0.0, overlaps=overlaps)
+    options = {"weight_dimension_numbers": sharded.views(LEAVES), "ns_dtype": compute}
+    mesh = make_mesh({"f": 4, "r": 2})
+    alone = scale_by_muon(**options, strategy="local")
+    tx = scale_by_muon(**options, device=device, max_workspace_bytes=1)
+    grads = [
+        {k: g.astype(jnp.dtype(own)) for k, g in sharded.gradients(LEAVES, seed).items()}
+        for seed in (0, 7)
+    ]
+    want_state, state = alone.init(grads[0]), None
+    bar = 1e-5 if (own, compute) == ("float32", None) else 4e-2
+    for grad in grads:
+        placed = jax.device_put(grad, sharded.shardings(LEAVES, mesh))
+        state = tx.init(placed) if state is None else state
+        got, state = sharded.jit(tx.update, donate_argnums=(0, 1))(placed, state)
+        want, want_state = sharded.jit(alone.update)(grad, want_state)
+        for name, leaf in LEAVES.items():
+            assert got[name].dtype == state.mu[name].dtype == own
+            np.testing.assert_array_equal(*map(as_float, (state.mu[name], want_state.mu[name])))
+            blocks = leaf.blocks(as_float(want[name]))
+            assert sharded.worst_error(leaf, as_float(got[name]), blocks) <= bar
+
+
+def as_float(x: jax.Array) -> np.ndarray:
+    return np.asarray(x, np.float64)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_results_that_end_elsewhere_have_a_place_of_their_own(dtype):
+    leaves = {"w": Leaf((19, *WIDE), P(None, "f"), STACK), "v": Leaf(WIDE, P("f"))}
+    mesh = make_mesh({"f": 8})
+    home = NamedSharding(mesh, P())
+    grads = sharded.gradients(leaves)
+    tx = scale_by_muon(
+        sharded.FAST,
+        ns_dtype=dtype,
+        weight_dimension_numbers=sharded.views(leaves),
+        mu_shardings=sharded.shardings(leaves, mesh),
+        device=OVERLAPPING,
+        max_workspace_bytes=1,
+    )
+    placed = jax.device_put(grads, home)
+    updates, _ = sharded.jit(tx.update)(placed, sharded.jit(tx.init)(placed))
+    for name, want in sharded.answers(leaves, grads).items():
+        sharded.assert_lies(updates[name], home)
+        bar = 1e-5 if dtype == "float32" else 4e-2
+        assert sharded.worst_error(leaves[name], updates[name], want) <= bar
+
+
+def test_orthogonalize_alone_is_held_back_too():
+    leaf = Leaf((19, *WIDE), P(None, "f"), STACK)
+    x = leaf.gradient(0)
+    placed = jax.device_put(x, NamedSharding(make_mesh({"f": 8}), leaf.spec))
+    tx = orthogonalize(sharded.FAST, weight_dimension_numbers=STACK, device=OVERLAPPING)
+    found, _ = sharded.jit(tx.update)(placed, tx.init(placed))
+    want = sharded.answers({"w": leaf}, {"w": x})["w"]  # the first mix has the gradient's direction
+    assert sharded.worst_error(leaf, found, want) <= 1e-5
+    text = jax.jit(tx.update).lower(placed, tx.init(placed)).as_text()
+    assert len(re.findall("optimization_barrier %", text)) >= 2 * 3  # two for each of three rounds
+
+
+def lowered(count: int) -> str:
+    """The program of `count` chunks of eight matrices."""
+    leaf = Leaf((8 * count, *WIDE), P(None, "f"), STACK)
+    where = NamedSharding(make_mesh({"f": 8}), leaf.spec)
+    tx = scale_by_muon(weight_dimension_numbers=STACK, device=OVERLAPPING)
+    w = jax.ShapeDtypeStruct(leaf.shape, "float32", sharding=where)
+    return jax.jit(tx.update).lower(w, jax.eval_shape(tx.init, w)).as_text()
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_round_sends_one_chunk_and_receives_the_next_but_one(count):
+    found = re.findall(r"stablehlo\.(optimization_barrier|all_to_all)", lowered(count))
+    rounds = [len(list(g)) for k, g in itertools.groupby(found) if k == "all_to_all"]
+    assert sum(rounds) == 2 * count
+    # What is sent comes before a barrier, and what is received after it.
+    assert rounds == [1] * 2 * count
+
+
+def test_the_cheapest_exchanges_are_at_the_ends():
+    sizes = {"large": (64, 128), "middle": (64, 64), "small": (32, 64)}
+    leaves = {k: Leaf((8, *size), P(None, "f"), STACK) for k, size in sizes.items()}
+    where = sharded.shardings(leaves, make_mesh({"f": 8}))
+    tx = scale_by_muon(weight_dimension_numbers=sharded.views(leaves), device=OVERLAPPING)
+    shapes = {
+        k: jax.ShapeDtypeStruct(leaf.shape, "float32", sharding=where[k])
+        for k, leaf in leaves.items()
+    }
+    text = jax.jit(tx.update).lower(shapes, jax.eval_shape(tx.init, shapes)).as_text()
+    sent = re.findall(r"all_to_all.*-> tensor<8x1x(\d+)x(\d+)xf32>", text)
+    first, last = sent[0], sent[-1]
+    assert (first, last) == (("8", "64"), ("4", "64"))
+    assert sorted(sent) == sorted([("8", "128"), ("8", "64"), ("4", "64")] * 2)
+
+
+# Queries and outputs of attention, and gates and downs, under FSDP x TP: each other's transposes.
+ACROSS = {
+    "q": Leaf((5, 16, 16), P(None, "x", "y"), STACK),
+    "o": Leaf((6, 16, 16), P(None, "y", "x"), STACK),
+    "up": Leaf(WIDE, P("x", "y")),
+    "down": Leaf(TALL, P("y", "x")),
+    "down_too": Leaf((2, 32, 16), P(None, "y", "x"), STACK),
+    "out_first": Leaf(WIDE, P("x", "y"), Dims(1, 0)),
+}
+
+
+@pytest.mark.parametrize("strategy", ["auto", "gather", "all_to_all"])
+@pytest.mark.parametrize("device", [OVERLAPPING, sharded.SLOW], ids=["in_place", "joined"])
+def test_matrices_that_lie_across_are_orthogonalised_as_they_lie(device, strategy):
+    mesh = make_mesh({"x": 2, "y": 4})
+    sharded.check(ACROSS, mesh, strategy=strategy, device=device, max_workspace_bytes=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [{"q", "o"}, {"up", "down", "down_too", "out_first"}]),
+        ({"ns_coeffs": "turbo"}, [{"q"}, {"o"}, {"up"}, {"down", "down_too"}, {"out_first"}]),
+        (
+            {"orthogonalizer": lambda x: x},
+            [{"q"}, {"o"}, {"up"}, {"down", "down_too"}, {"out_first"}],
+        ),
+    ],
+    ids=["newton_schulz", "row_norms", "a_function"],
+)
+def test_those_whose_transposes_mean_the_same_share_a_bucket(options, expected):
+    mesh = make_mesh({"x": 2, "y": 4})
+    shapes = {k: jax.ShapeDtypeStruct(leaf.shape, "float32") for k, leaf in ACROSS.items()}
+    found = plan(
+        shapes,
+        sharded.shardings(ACROSS, mesh),
+        muon_weight_dimension_numbers=sharded.views(ACROSS),
+        **options,
+    )
+    assert {frozenset(row.leaves) for row in found.rows} == set(map(frozenset, expected))
+
+
+def test_full_rounds_of_owners_are_not_turned():
+    leaves = {
+        "up": Leaf((8, *WIDE), P(None, "x", "y"), STACK),
+        "down": Leaf((16, *TALL), P(None, "y", "x"), STACK),
+    }
+    shapes = {k: jax.ShapeDtypeStruct(leaf.shape, "float32") for k, leaf in leaves.items()}
+    found = plan(
+        shapes,
+        sharded.shardings(leaves, make_mesh({"x": 2, "y": 4})),
+        muon_weight_dimension_numbers=sharded.views(leaves),
+    )
+    assert sorted(row.leaves for row in found.rows) == [("down",), ("up",)]
