@@ -8,7 +8,9 @@ process: `pip install jax jax-cuda13-plugin jax-cuda13-pjrt optax`, all of one J
 `pip install jax libtpu optax`; `make bench-aot` makes both. No accelerator is looked for. Records
 of other platforms and sizes that the output holds already are kept.
 
-The step updates all parameters, bfloat16, the AdamW leaves too; parameters and state are donated.
+The step updates all parameters, bfloat16, the AdamW leaves too; parameters and state are donated,
+and the gradients are made in the step, as a backward pass makes them, so that their memory can be
+used again. The workspace is what a device needs beyond parameters, state and gradients.
 The bytes are read from the optimised program, and set against the formulas of the strategies that
 the plan chose, and of those with the fewest bytes. The fastest plan need not be the one with the
 fewest: replicas lie on slower networks. `optax.contrib.muon` is measured beside, on the same mesh
@@ -69,7 +71,7 @@ def make_mesh(platform: str, sizes: dict[str, int]) -> Mesh:
 def compile_step(
     contestant: str, case: Case, where: Any, device: str
 ) -> tuple[jax.stages.Compiled, float]:
-    """(params, grads, state) -> (params, state), compiled, and the seconds that took."""
+    """(params, what makes gradients, state) -> (params, state), and the seconds to compile it."""
     if contestant == "optax":
         tx = optax.contrib.muon(
             0.02, muon_weight_dimension_numbers=plain_views(case.views), weight_decay=0.1
@@ -113,7 +115,7 @@ def measure(
     compiled, seconds = compile_step(contestant, case, where, device)
     text = compiled.as_text() or ""
     program, schedule = read_program(text), read_schedule(text, DEVICES[device])
-    workspace, fewest = _workspace(compiled), fewest_bytes(case)
+    workspace, fewest = _workspace(compiled, placed(case.params, where)), fewest_bytes(case)
     record = {
         "platform": platform,
         "devices": devices,
@@ -141,10 +143,15 @@ def measure(
     return record | _promises(promised, program.received, case)
 
 
-def _workspace(compiled: jax.stages.Compiled) -> int:
+def _workspace(compiled: jax.stages.Compiled, params: Any) -> int:
     """Bytes that a device needs beyond parameters, gradients and state."""
     memory: Any = compiled.memory_analysis()
-    return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    grads = sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(params)
+    )
+    needed = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return needed - grads
 
 
 def _promises(promised: Plan, received: int, case: Case) -> dict[str, Any]:

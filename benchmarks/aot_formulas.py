@@ -56,6 +56,11 @@ class Kind:
         return self.fan_in * self.fan_out * ITEMSIZE
 
     @property
+    def sides(self) -> tuple[tuple[int, Any], ...]:
+        """Size and mesh axes of either side."""
+        return (self.fan_in, self.spec[0]), (self.fan_out, self.spec[1])
+
+    @property
     def shards(self) -> int:
         """N."""
         return self.along_input * self.along_output
@@ -95,11 +100,20 @@ def chosen_bytes(promised: Plan, case: Case) -> float:
 
 
 def fewest_bytes(case: Case) -> float:
-    """The formulas' bytes of the strategies with the fewest, all matrices of a kind together."""
-    counts: dict[Kind, int] = collections.Counter()
+    """The formulas' bytes of the strategies with the fewest.
+
+    All matrices of a kind go together, with those that lie across them where that sends less.
+    """
+    groups: dict[frozenset, dict[Kind, int]] = collections.defaultdict(collections.Counter)
     for _, kind, count in _of(case):
-        counts[kind] += count
-    return sum(kind.fewest(count) for kind, count in counts.items())
+        groups[frozenset(kind.sides)][kind] += count
+    return sum(
+        min(
+            sum(kind.fewest(count) for kind, count in kinds.items()),
+            next(iter(kinds)).fewest(sum(kinds.values())),
+        )
+        for kinds in groups.values()
+    )
 
 
 def ideal_flops(case: Case) -> float:

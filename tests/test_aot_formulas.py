@@ -37,6 +37,15 @@ def test_plans_keep_to_the_formulas(layout, devices, received):
     assert largest_bytes(case) == 4096 * 14336 * 2
 
 
+def test_kinds_that_lie_across_each_other_go_together_where_that_sends_less():
+    rows, both = (
+        fewest_bytes(model_on("llama3-8b", layout, devices=64, scanned=True))
+        for layout in ("fsdp_rows", "fsdp_tp")
+    )
+    # 32 + 32 queries and outputs and 64 + 32 of the rest, as many rounds of 64 as rows have.
+    assert both == rows
+
+
 def test_the_examples_in_the_docstrings():
     result = doctest.testmod(aot_formulas)
     assert (result.failed, result.attempted > 0) == (0, True)

@@ -157,6 +157,21 @@ def test_nineteen_leaves_of_one_shape_share_a_bucket():
     sharded.check(leaves, make_mesh({"f": 2, "r": 4}), strategy="all_to_all", device=sharded.SLOW)
 
 
+def test_many_whole_leaves_are_joined_in_groups_of_one_size():
+    """So XLA on CPU compiles the cuts of one group, not of all; a stack is not cut."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((32, 128, 256), np.float32)
+    tx = scale_by_muon(FAST, weight_dimension_numbers=Dims(-2, -1))
+    step = jax.jit(lambda x: tx.update(x, tx.init(x))[0])
+    leaves = {f"w{i:02}": jnp.asarray(matrix) for i, matrix in enumerate(x)}
+    stack = {"w": jnp.asarray(x)}
+    joined = "tensor<32x128x256xf32>"
+    assert joined not in step.lower(leaves).as_text()
+    assert "stablehlo.concatenate" not in step.lower(stack).as_text()
+    for matrix, update in zip(x, step(leaves).values(), strict=True):
+        assert reference.relative_error(update, reference.newton_schulz(matrix, FAST)) <= 1e-5
+
+
 @pytest.mark.parametrize("strategy", ["gather", "all_to_all", "gram"])
 def test_chunks_give_the_same_numbers(strategy):
     leaves = {"a": COUNTS[19], "b": Leaf((6, *WIDE), P(None, None, "f"), STACK)}

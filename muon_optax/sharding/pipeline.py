@@ -117,7 +117,8 @@ class _Pipeline:
     def __call__(self, scalars: Any, operands: dict[int, Arrays]) -> dict[int, Arrays]:
         chunks = _cheap_at_both_ends([c for bucket in self.buckets for c in self._chunks(bucket)])
         held = _Held(self._buffers(chunks, operands))
-        arrived, solved = (), ()
+        arrived: Any = ()
+        solved: Any = ()
         for coming, here, leaving in zip(
             [*chunks, None, None], [None, *chunks, None], [None, None, *chunks], strict=True
         ):

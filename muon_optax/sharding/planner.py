@@ -19,6 +19,7 @@ import numpy.typing as npt
 from muon_optax.matrix_view import BoundView
 from muon_optax.polar import NewtonSchulz, resolve_schedule
 from muon_optax.sharding.cost import Cost, DeviceModel, Strategy, Work, estimate
+from muon_optax.sharding.local import group_size
 from muon_optax.sharding.specs import Axes, Layout
 from muon_optax.tree_paths import raise_together
 
@@ -193,7 +194,8 @@ def plan_leaves(
         work = works[leaf.key]
         count = sum(leaves[i].count for i in members)
         load = loads.setdefault(work.sizes, np.zeros([n for _, n in work.sizes]))
-        shares = _Chooser(leaf, work, solver, device, load, budget).shares(count)
+        are_single = all(leaves[i].count == 1 for i in members)
+        shares = _Chooser(leaf, work, solver, device, load, budget, are_single).shares(count)
         buckets.append(Bucket(members, leaf, tuple(shares)))
     return tuple(_without_lone_skip(buckets, device))
 
@@ -290,6 +292,7 @@ class _Chooser:
     device: DeviceModel
     load: np.ndarray  # FLOPs of each device so far, with the mesh's axes; updated
     budget: int
+    are_single: bool  # leaves of one matrix each
 
     def shares(self, count: int) -> list[Share]:
         """The cheapest way: all matrices under one strategy, or full rounds and a rest."""
@@ -368,6 +371,8 @@ class _Chooser:
         seconds = work.matrix_bytes / self.device.bandwidth_over(work.shard_axes, dict(work.sizes))
         if self.device.overlaps and seconds > 5 * self.device.latency and strategy != "local":
             at_once = 1
+        elif strategy == "local" and self.are_single and self.leaf.layout.is_known:
+            at_once = min(at_once, group_size(count, work.rows * work.columns))
         each = {"local": 1, "gather": work.replicas}.get(strategy, work.owners)
         return min(count, at_once * each)
 
