@@ -14,7 +14,7 @@ test: $(INSTALLED)  ## the whole test suite, doctests included
 
 # The other end of the versions: what Python 3.12 installs. What depends on JAX and Flax is run.
 PYTHON312 ?= python3.12
-NEWEST := execute sharding_transforms sharding_state specs optax_parity flax_views conventions_jax conventions_optax conventions_models
+NEWEST := execute ordering pipeline sharding_transforms sharding_state specs optax_parity flax_views conventions_jax conventions_optax conventions_models
 
 test-newest: .venv-newest/.installed  ## a part of the suite with Python 3.12 and the newest JAX
 	.venv-newest/bin/python -m pytest -n 2 $(NEWEST:%=tests/test_%.py)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 import sharded
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -59,7 +60,8 @@ def test_several_steps_are_those_of_one_device(dtypes, overlaps):
         want, want_state = sharded.jit(alone.update)(grad, want_state)
         for name, leaf in LEAVES.items():
             assert got[name].dtype == state.mu[name].dtype == own
-            assert jnp.array_equal(state.mu[name], want_state.mu[name])
+            error = reference.relative_error(*map(as_float, (state.mu[name], want_state.mu[name])))
+            assert error <= (1e-6 if own == "float32" else 2**-9)
             blocks = leaf.blocks(as_float(want[name]))
             assert sharded.worst_error(leaf, as_float(got[name]), blocks) <= bar
 

@@ -163,9 +163,10 @@ class _Held:
 
     def wait(self, values: T) -> T:
         """The values, for which all that was written since the last time is waited."""
-        values, arrays = together((values, {i: self.leaves[i].arrays for i in self._written}))
-        for i in self._written:
-            self.leaves[i].arrays = arrays[i]
+        written = {i: self.leaves[i].arrays for i in sorted(self._written)}
+        values, written = together((values, written))
+        for i, arrays in written.items():
+            self.leaves[i].arrays = arrays
         self._written.clear()
         return values
 
