@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from muon_optax.leaf_kinds import dtype_of, is_float_leaf
+from muon_optax.notices import warn_about
 from muon_optax.partition import (
     NOT_FLOAT,
     Assignment,
@@ -16,6 +17,7 @@ from muon_optax.partition import (
     as_rules,
     assign,
     check_rules,
+    overruled,
 )
 from muon_optax.sharding.specs import whole_shapes
 from muon_optax.surprises import warn_of_surprises
@@ -60,9 +62,16 @@ def dispatch(
         return optax.partition(transforms, lambda _: assignment.labels())
 
     def init(params):
-        assignment = assign(whole_shapes(params, param_shardings), views, partition)
+        whole = whole_shapes(params, param_shardings)
+        assignment = assign(whole, views, partition)
         check_rules(partition, params)
         warn_of_surprises(params, assignment)
+        if views is not None:
+            warn_about(
+                "matrix views beat partition, which says otherwise of these leaves; say it in "
+                "muon_weight_dimension_numbers alone (None is AdamW, nothing is frozen)",
+                overruled(whole, partition, assignment),
+            )
         return partitioned(assignment).init(_only_floats(params))
 
     def update(updates, state, params=None, **extra_args):

@@ -39,6 +39,7 @@ __all__ = [
     "as_rules",
     "assign",
     "check_rules",
+    "overruled",
 ]
 
 
@@ -150,19 +151,21 @@ def _chooser(params: Any, views: Views, partition: Partition) -> Choose:
     rules = as_rules(partition)
     if views is None and rules is not None:
         return lambda path, shape: _by_rules(path, shape, rules)
-    floats = jax.tree.map(lambda x: x if is_float_leaf(x) else None, params)
-    paths = [path for path, _ in leaves_with_segments(floats)]
     if views is None:
-        labels = align(resolve(partition, params), floats, what="labels")
-        label_at = dict(zip(paths, labels, strict=True))
+        label_at = _of_floats(resolve(partition, params), params, what="labels")
         return lambda path, shape: _by_label(shape, label_at[path])
     found = resolve(views, params)
     if found is None:
         return lambda path, shape: ("adam", "the function of matrix views returned None", None)
-    view_at = dict(
-        zip(paths, align(found, floats, what="matrix views", is_leaf=is_view), strict=True)
-    )
+    view_at = _of_floats(found, params, what="matrix views", is_leaf=is_view)
     return lambda path, shape: _by_view(view_at[path])
+
+
+def _of_floats(tree: Any, params: Any, **options: Any) -> dict[Segments, Any]:
+    """The entries of a tree, or a prefix of one, for the floating-point leaves of `params`."""
+    floats = jax.tree.map(lambda x: x if is_float_leaf(x) else None, params)
+    paths = [path for path, _ in leaves_with_segments(floats)]
+    return dict(zip(paths, align(tree, floats, **options), strict=True))
 
 
 def resolve(tree: Any, params: Any) -> Any:
@@ -275,6 +278,32 @@ def check_rules(partition: Partition, params: Any) -> None:
         [f"{rule}: an earlier rule, {winner}" for rule, winner in losers if winner],
         "these rules decide nothing; the first rule that matches a leaf wins:",
     )
+
+
+def overruled(params: Any, partition: Partition, assignment: Assignment) -> list[Decision]:
+    """The leaves of which the user's own rules or labels say otherwise than matrix views.
+
+    Args:
+      params: as in `assign`.
+      partition: as in `assign`.
+      assignment: what the views decided.
+
+    Returns:
+      The decisions for these leaves.
+
+    Raises:
+      ValueError: for labels of another tree.
+    """
+    trained = [d for d in assignment.decisions if d.reason != NOT_FLOAT]
+    rules = as_rules(partition)
+    if not trained or rules == default_rules():
+        return []
+    if rules is None:
+        said = _of_floats(resolve(partition, params), params, what="labels")
+        return [d for d in trained if said[d.segments] != d.label]
+    first = [next((r for r in rules if r.matches(d.segments, d.shape)), None) for d in trained]
+    own = [(d, r) for d, r in zip(trained, first, strict=True) if r and r not in default_rules()]
+    return [d for d, rule in own if rule.label != d.label]
 
 
 def _may_match(rule: Rule, path: Segments, leaf: Any) -> bool:

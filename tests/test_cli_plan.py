@@ -271,6 +271,22 @@ def test_rules_views_and_shardings(weights, tmp_path):
     assert specs["vision.conv1.weight"] == "fsdp, -, -, -"
 
 
+def test_a_rule_that_loses_to_a_view_is_told(tmp_path):
+    rules = rules_file(
+        tmp_path,
+        '[[rules]]\npattern="up"\nlabel="frozen"\n[[rules]]\npattern="down"\nlabel="muon"\n'
+        '[[views]]\npattern="up"\n[[views]]\npattern="down"\n',
+    )
+    shapes = tmp_path / "shapes.json"
+    shapes.write_text('{"a": {"up": [8, 16], "down": [16, 8]}, "b": {"up": [8, 16]}}')
+    for command in ("plan", "report"):
+        code, _, err = run(command, "--shapes", shapes, "--rules", rules)
+        assert code == 0
+        assert err == "note: [[views]] beat [[rules]], which say otherwise of: a/up, b/up\n"
+    rows = data_of("report", "--shapes", shapes, "--rules", rules)["rows"]
+    assert [row["optimizer"] for row in rows] == ["muon"] * 3
+
+
 def test_rules_go_before_the_models_own(tmp_path):
     rules = rules_file(
         tmp_path,

@@ -9,7 +9,15 @@ import optax
 import pytest
 from running import apply_updates, first_update
 
-from muon_optax import MatrixView, MuonDimensionNumbers, MuonState, MuonWarning, Rule, muon
+from muon_optax import (
+    MatrixView,
+    MuonDimensionNumbers,
+    MuonState,
+    MuonWarning,
+    Rule,
+    default_rules,
+    muon,
+)
 from muon_optax.dispatch import dispatch
 
 
@@ -58,8 +66,47 @@ def test_labels(as_function):
 
 def test_views_beat_rules():
     views = {"mlp": None, "embed": MuonDimensionNumbers()}
-    got = received(stamps(views, [Rule("embedding", "adam")]))
+    with pytest.warns(MuonWarning, match=r"views beat partition.*: embed/embedding \(8, 4\)$"):
+        got = received(stamps(views, [Rule("embedding", "adam")]))
     assert got == {"mlp": {"kernel": 3, "bias": 3}, "embed": {"embedding": 2}}
+
+
+KERNEL = {"mlp": {"kernel": MuonDimensionNumbers(), "bias": None}, "embed": None}
+
+
+@pytest.mark.parametrize(
+    ("partition", "beaten"),
+    [
+        ([Rule("bias", "frozen"), Rule("kernel", "muon")], "mlp/bias (6,)"),
+        ([Rule("embedding", "muon"), *default_rules()], "embed/embedding (8, 4)"),
+        ([*default_rules(), Rule("kernel", "frozen")], "mlp/kernel (4, 6)"),
+        ({"mlp": "frozen", "embed": "adam"}, "mlp/bias (6,), mlp/kernel (4, 6)"),
+        (lambda params: {"mlp": "muon", "embed": "adam"}, "mlp/bias (6,)"),
+    ],
+)
+@pytest.mark.parametrize("views", [KERNEL, lambda params: KERNEL])
+def test_one_warning_names_the_leaves_of_which_views_and_partition_disagree(
+    views, partition, beaten
+):
+    with pytest.warns(MuonWarning) as records:
+        got = received(stamps(views, partition))
+    (text,) = [str(r.message) for r in records]
+    assert text.startswith("matrix views beat partition, which says otherwise of these leaves")
+    assert text.endswith(f"(None is AdamW, nothing is frozen): {beaten}")
+    assert got == {"mlp": {"kernel": 2, "bias": 3}, "embed": {"embedding": 3}}
+
+
+@pytest.mark.parametrize(
+    "partition",
+    [
+        default_rules(),
+        [Rule("kernel", "muon"), Rule("embed", "adam"), *default_rules()],
+        {"mlp": {"kernel": "muon", "bias": "adam"}, "embed": "adam"},
+    ],
+)
+def test_no_warning_where_views_and_partition_agree(partition):
+    got = received(stamps(KERNEL, partition))
+    assert got == {"mlp": {"kernel": 2, "bias": 3}, "embed": {"embedding": 3}}
 
 
 def test_the_muon_half_learns_the_views_of_its_own_tree():

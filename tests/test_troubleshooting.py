@@ -120,6 +120,10 @@ CASES: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
         labelled((*RULES, Rule("head", "muon")), {"head": W["w"], **W}),
         labelled((Rule("head", "muon"), *RULES), {"head": W["w"], **W}),
     ),
+    (
+        init(TWO, partition=(Rule("v", "adam"),), muon_weight_dimension_numbers=MatrixView()),
+        viewed({"w": MatrixView(), "v": None}, TWO),
+    ),
     (labelled((Rule("v", "adam"), RULES), TWO), labelled((Rule("v", "adam"), *RULES), TWO)),
     (
         labelled({"w": "muon", "b": "muon"}, {**W, "b": ones(4)}),

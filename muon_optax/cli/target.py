@@ -60,21 +60,28 @@ class Target:
     @property
     def notes(self) -> list[str]:
         """What was probably not meant."""
-        pairs = zip(leaves_with_segments(self.params), self.choices, strict=True)
-        bare = [path_name(path) for (path, _), choice in pairs if choice.reason == NO_VIEW]
-        if not bare:
-            return []
-        more = f" and {len(bare) - 3} more" if len(bare) > 3 else ""
-        return [
-            "leaves with three or more dims and no [[views]] entry get AdamW: "
-            + ", ".join(bare[:3])
-            + more
-        ]
+        pairs = list(zip(_paths(self.params), self.choices, strict=True))
+        bare = [path_name(path) for path, choice in pairs if choice.reason == NO_VIEW]
+        muons = [path for path, choice in pairs if choice.label == "muon"]
+        beaten = [path_name(path) for path in muons if self._is_overruled(path)]
+        notes = {
+            "leaves with three or more dims and no [[views]] entry get AdamW": bare,
+            "[[views]] beat [[rules]], which say otherwise of": beaten,
+        }
+        return [f"{text}: {_first_names(names)}" for text, names in notes.items() if names]
+
+    def _is_overruled(self, path: Segments) -> bool:
+        rule = next((rule for rule in self.rules.rules if rule.matches(path, ())), None)
+        return rule is not None and rule.label != "muon"
 
     @property
     def has_muon(self) -> bool:
         """Whether any leaf gets Muon."""
         return any(choice.label == "muon" for choice in self.choices)
+
+
+def _first_names(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
