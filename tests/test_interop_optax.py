@@ -40,6 +40,73 @@ def test_inside_other_transformations():
     )
 
 
+def test_leaves_that_are_not_floating_point_lose_their_moments():
+    others = {"ids": jnp.arange(6).reshape(2, 3), "step": jnp.array(3)}
+    zeros = jax.tree.map(jnp.zeros_like, others)
+    theirs, ours = optax.contrib.muon(0.1), recipes.optax_muon(0.1)
+    _, less, params = run(theirs, PARAMS, GRADS[:2])
+    _, more, _ = run(theirs, {**PARAMS, **others}, [{**grad, **zeros} for grad in GRADS[:2]])
+    assert len(jax.tree.leaves(more)) == len(jax.tree.leaves(less)) + 3  # adam has two of step
+    params, grads = {**params, **others}, {**GRADS[2], **zeros}
+    converted = from_optax(more, params)
+    assert jax.tree.structure(converted) == jax.tree.structure(ours.init(params))
+    want, _ = theirs.update(GRADS[2], less, {name: params[name] for name in PARAMS})
+    got, _ = ours.update(grads, converted, params)
+    for name in PARAMS:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-7)
+    for name in others:
+        np.testing.assert_array_equal(got[name], zeros[name])
+
+
+def parted(muon_of: Any) -> Any:
+    labels = {"w": "trained", "embed": "frozen", "b": "trained"}
+    return optax.partition({"trained": muon_of(0.1), "frozen": optax.set_to_zero()}, labels)
+
+
+def masked(muon_of: Any) -> Any:
+    return optax.masked(muon_of(0.1), {"w": True, "embed": False, "b": True})
+
+
+@pytest.mark.parametrize("make", [parted, masked])
+def test_a_partly_frozen_run_goes_on(make):
+    theirs, ours = make(optax.contrib.muon), make(recipes.optax_muon)
+    _, state, params = run(theirs, PARAMS, GRADS[:2], jit=True)
+    converted = from_optax(state, params)
+    assert jax.tree.structure(converted) == jax.tree.structure(ours.init(params))
+    want, _ = jax.jit(theirs.update)(GRADS[2], state, params)
+    got, _ = jax.jit(ours.update)(GRADS[2], converted, params)
+    for name in PARAMS:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-7)
+    with pytest.raises(ValueError, match=r"c: parameter \(2,\), no moments"):
+        from_optax(state, {**params, "c": jnp.ones(2)})
+
+
+def test_a_subtree_that_is_masked_whole():
+    params = {"trained": PARAMS["w"], "frozen": {"a": PARAMS["w"], "b": PARAMS["b"]}}
+    tx = optax.masked(optax.contrib.muon(0.1), {"trained": True, "frozen": False})
+    converted = from_optax(tx.init(params), params)
+    mu: Any = converted.inner_state.inner_states["muon"].inner_state[0].mu
+    assert mu["frozen"] == optax.MaskedNode()
+
+
+def test_moments_that_a_checkpoint_lost_are_no_frozen_ones():
+    state: Any = optax.contrib.muon(0.1).init(PARAMS)
+    first, *others = state.inner_states["adam"].inner_state
+    first = first._replace(mu={**first.mu, "b": None})
+    adam = optax.MaskedState((first, *others))
+    state = state._replace(inner_states={**state.inner_states, "adam": adam})
+    with pytest.raises(ValueError, match=r"b: parameter \(4,\), no moments"):
+        from_optax(state, PARAMS)
+
+
+def test_shapes_alone():
+    shapes = jax.eval_shape(lambda: PARAMS)
+    state = jax.eval_shape(optax.contrib.muon(0.1).init, shapes)
+    wanted = jax.eval_shape(recipes.optax_muon(0.1).init, shapes)
+    assert from_optax(state, shapes) == wanted
+    assert jax.eval_shape(from_optax, state, shapes) == wanted
+
+
 def test_a_leaf_that_changes_its_optimizer_is_refused_in_the_update():
     state = from_optax(optax.contrib.muon(0.1).init(PARAMS), PARAMS)
     with pytest.raises(ValueError, match="embed: muon in the state, adam now"):

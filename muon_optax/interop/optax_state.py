@@ -7,8 +7,15 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonState as OptaxMuonState
 
+from muon_optax.leaf_kinds import is_float_leaf
 from muon_optax.momentum import MuonState
-from muon_optax.tree_paths import leaves_with_segments, path_name, raise_together
+from muon_optax.tree_paths import (
+    Segments,
+    is_masked,
+    leaves_with_segments,
+    path_name,
+    raise_together,
+)
 
 __all__ = ["from_optax"]
 
@@ -16,13 +23,15 @@ __all__ = ["from_optax"]
 def from_optax(state: Any, params: Any) -> Any:
     """Converts the state of `optax.contrib.muon`, alone or inside other transformations.
 
-    optax's `MuonState` has the coefficients as a third field, which ours leaves to the options; all
-    else stays as it is, bit for bit. Go on with an optimizer that gives each leaf what optax gave
-    it: `recipes.optax_muon`, or `muon` with the same `muon_weight_dimension_numbers`.
+    optax's `MuonState` has the coefficients as a third field, which ours leaves to the options.
+    Moments of leaves that aren't floating point go, since `muon` leaves these as they are; all else
+    stays as it is, bit for bit. Go on with an optimizer that gives each leaf what optax gave it:
+    `recipes.optax_muon`, or `muon` with the same `muon_weight_dimension_numbers`.
 
     Args:
-      state: a state with one or more of optax's `MuonState` in it.
-      params: the parameters, or their shapes: what the moments are checked against.
+      state: a state with one or more of optax's `MuonState` in it, of arrays or shape structs.
+      params: the parameters, or their shapes: what the moments are checked against. Those masked in
+        the state, as frozen ones are under `optax.partition`, need no moments.
 
     Returns:
       The state with our `MuonState` in its place.
@@ -45,28 +54,45 @@ def from_optax(state: Any, params: Any) -> Any:
         kinds = sorted({type(x).__name__ for x in moments}) or "neither that nor Adam's"
         raise ValueError(f"the state has no optax.contrib MuonState to convert; it has {kinds}")
     _check_shapes(moments, params)
+    others = {path for path, leaf in leaves_with_segments(params) if not is_float_leaf(leaf)}
     return jax.tree.map(
-        lambda x: MuonState(jnp.asarray(x.count), x.mu) if isinstance(x, OptaxMuonState) else x,
-        state,
-        is_leaf=lambda x: isinstance(x, OptaxMuonState),
+        lambda x: _converted(x, others) if _is_moments(x) else x, state, is_leaf=_is_moments
     )
 
 
 def _moments(state: Any) -> list[Any]:
-    def is_moments(x: Any) -> bool:
-        return isinstance(x, OptaxMuonState | MuonState | optax.ScaleByAdamState)
+    return [x for x in jax.tree.leaves(state, is_leaf=_is_moments) if _is_moments(x)]
 
-    return [x for x in jax.tree.leaves(state, is_leaf=is_moments) if is_moments(x)]
+
+def _is_moments(x: Any) -> bool:
+    return isinstance(x, OptaxMuonState | MuonState | optax.ScaleByAdamState)
+
+
+def _converted(moments: Any, others: set[Segments]) -> Any:
+    """Our state of these moments, without those of the leaves that aren't floating point."""
+
+    def kept(tree: Any) -> Any:
+        leaves = leaves_with_segments(tree)
+        masked = [optax.MaskedNode() if path in others else leaf for path, leaf in leaves]
+        return jax.tree.structure(tree).unflatten(masked)
+
+    if isinstance(moments, optax.ScaleByAdamState):
+        return moments._replace(mu=kept(moments.mu), nu=kept(moments.nu))
+    return MuonState(moments.count, kept(moments.mu))
 
 
 def _check_shapes(moments: list[Any], params: Any) -> None:
-    want = {path: tuple(leaf.shape) for path, leaf in leaves_with_segments(params)}
+    want = {path: jnp.shape(leaf) for path, leaf in leaves_with_segments(params)}
     have = {
         path: tuple(leaf.shape)
         for state in moments
         for path, leaf in leaves_with_segments(state.mu)
     }
-    problems = [f"{path_name(p)}: parameter {want[p]}, no moments" for p in want if p not in have]
+    problems = [
+        f"{path_name(p)}: parameter {want[p]}, no moments"
+        for p in want
+        if p not in have and not all(_is_masked_in(state.mu, p) for state in moments)
+    ]
     problems += [f"{path_name(p)}: moments {have[p]}, no parameter" for p in have if p not in want]
     problems += [
         f"{path_name(p)}: parameter {want[p]}, moments {have[p]}"
@@ -74,3 +100,9 @@ def _check_shapes(moments: list[Any], params: Any) -> None:
         if p in have and want[p] != have[p]
     ]
     raise_together(problems, "this state doesn't belong to these parameters:")
+
+
+def _is_masked_in(tree: Any, path: Segments) -> bool:
+    """Whether a leaf, or what is above it, is masked in the tree."""
+    masked = {p for p, leaf in leaves_with_segments(tree, is_masked) if is_masked(leaf)}
+    return any(path[:n] in masked for n in range(len(path) + 1))
