@@ -3,10 +3,9 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from muon_optax.leaf_kinds import dtype_of
+from muon_optax.leaf_kinds import kind_of
 from muon_optax.tree_paths import Segments, leaves_with_segments, path_name, raise_together
 
 __all__ = ["check_state"]
@@ -29,6 +28,7 @@ def check_state(tx: optax.GradientTransformation, params: Any, state: Any) -> No
         parameter that changed its optimizer, and those of another shape or dtype.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> from muon_optax import muon
       >>> params = {"up": jnp.ones((4, 8)), "down": jnp.ones((8, 4))}
       >>> state = muon(0.02).init(params)
@@ -43,10 +43,11 @@ def check_state(tx: optax.GradientTransformation, params: Any, state: Any) -> No
     """
     want = dict(leaves_with_segments(jax.eval_shape(tx.init, params)))
     have = {_of_variable(path, want): leaf for path, leaf in leaves_with_segments(state)}
+    kinds = [(p, kind_of(have.get(p)), kind_of(want.get(p))) for p in {**want, **have}]
     problems = [
-        f"{path_name(path)}: {_kind(have.get(path))} in the state, {_kind(want.get(path))} wanted"
-        for path in {**want, **have}
-        if _kind(have.get(path)) != _kind(want.get(path))
+        f"{path_name(path)}: {had} in the state, {wanted} wanted"
+        for path, had, wanted in kinds
+        if had != wanted
     ]
     raise_together(sorted(problems), "this state can't go on with this optimizer:")
 
@@ -55,7 +56,3 @@ def _of_variable(path: Segments, want: dict[Segments, Any]) -> Segments:
     """The path without the last segment under which Orbax's metadata has an NNX variable."""
     is_inside = path not in want and path[-1:] == ("value",) and path[:-1] in want
     return path[:-1] if is_inside else path
-
-
-def _kind(leaf: Any) -> str:
-    return "none" if leaf is None else f"{dtype_of(leaf)}{jnp.shape(leaf)}"

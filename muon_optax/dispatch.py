@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from optax.contrib import MuonState as OptaxMuonState
 
 from muon_optax.leaf_kinds import dtype_of, is_float_leaf
+from muon_optax.momentum import MuonState
 from muon_optax.notices import warn_about
 from muon_optax.partition import (
     NOT_FLOAT,
@@ -76,6 +78,7 @@ def dispatch(
 
     def update(updates, state, params=None, **extra_args):
         assignment = assign(whole_shapes(updates, param_shardings), views, partition)
+        _check_kind(state)
         _check_labels(assignment, state)
         wanted = None if params is None else _only_floats(params)
         floats, state = partitioned(assignment).update(
@@ -130,6 +133,39 @@ def _with_others(floats: Any, updates: Any, params: Any) -> Any:
 
     like = updates if params is None else params
     return jax.tree.map(leaf, floats, updates, like, is_leaf=is_masked)
+
+
+def _check_kind(state: Any) -> None:
+    """Raises for the state of another transformation."""
+    halves = getattr(state, "inner_states", {})
+    firsts = [_first(halves.get(label)) for label in ("muon", "adam")]
+    if isinstance(firsts[0], OptaxMuonState):
+        raise TypeError(
+            "got a state of optax.contrib.muon; convert it: "
+            "muon_optax.interop.from_optax(state, params)"
+        )
+    if not isinstance(firsts[0], MuonState) or not hasattr(firsts[1], "mu"):
+        raise TypeError(
+            "muon goes on with a state of its own, PartitionState{muon: (MuonState, ...), adam: "
+            f"(ScaleByAdamState, ...)}}, got {_kind(state)}; make one with init"
+        )
+
+
+def _first(masked: Any) -> Any:
+    """The first state of a chain under a mask."""
+    return next(iter(getattr(masked, "inner_state", None) or ()), None)
+
+
+def _kind(state: Any) -> str:
+    """Names of a state's types, as far as they tell which transformation made it."""
+    if isinstance(state, optax.MaskedState):
+        return _kind(state.inner_state)
+    if hasattr(state, "inner_states"):
+        halves = [f"{label}: {_kind(half)}" for label, half in state.inner_states.items()]
+        return f"{type(state).__name__}{{{', '.join(halves)}}}"
+    if type(state) is tuple:
+        return f"({', '.join(map(_kind, state))})"
+    return type(state).__name__
 
 
 def _check_labels(assignment: Assignment, state: Any) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from muon_optax.tree_paths import Segments, path_name, raise_together, short
 
-__all__ = ["check_arrays", "dtype_of", "is_float_leaf"]
+__all__ = ["check_arrays", "dtype_of", "is_float_leaf", "kind_of"]
 
 
 def is_float_leaf(leaf: Any) -> bool:
@@ -28,9 +28,7 @@ def check_arrays(leaves: Sequence[tuple[Segments, Any]]) -> None:
       ValueError: naming all of them.
     """
     others = [
-        f"{path_name(path)}: got {type(leaf).__name__} {short(leaf)}"
-        for path, leaf in leaves
-        if not _is_array(leaf)
+        f"{path_name(path)}: got {kind_of(leaf)}" for path, leaf in leaves if not _is_array(leaf)
     ]
     raise_together(
         others, "parameters must be arrays; leave these out (equinox.filter does), or use None:"
@@ -40,3 +38,17 @@ def check_arrays(leaves: Sequence[tuple[Segments, Any]]) -> None:
 def _is_array(leaf: Any) -> bool:
     is_scalar = isinstance(leaf, bool | int | float | complex | np.generic)
     return is_scalar or (hasattr(leaf, "dtype") and hasattr(leaf, "shape"))
+
+
+def kind_of(leaf: Any) -> str:
+    """What a leaf is, for messages.
+
+    Example:
+      >>> kind_of(jnp.ones((2, 3))), kind_of(None), kind_of("text")
+      ('float32(2, 3)', 'none', "str 'text'")
+    """
+    if leaf is None:
+        return "none"
+    if _is_array(leaf):
+        return f"{dtype_of(leaf)}{jnp.shape(leaf)}"
+    return f"{type(leaf).__name__} {short(leaf)}"

@@ -206,6 +206,22 @@ def test_other_shapes_and_dtypes_are_an_error_that_lists_the_leaves(tmp_path):
     ]
 
 
+def test_what_is_no_array_is_an_error_that_shows_it():
+    params = {"up": jnp.ones((4, 8))}
+    state: Any = muon(0.1).init(params)
+    half = state.inner_states["muon"]
+    first, *others = half.inner_state
+    for count in ("int32", len):  # the first is also the name of the dtype that is wanted
+        broken = half._replace(inner_state=(first._replace(count=count), *others))
+        found = state._replace(inner_states={**state.inner_states, "muon": broken})
+        with pytest.raises(ValueError, match="can't go on with this optimizer") as error:
+            check_state(muon(0.1), params, found)
+        assert str(error.value).splitlines()[1:] == [
+            f"  inner_states/muon/inner_state/0/count: {type(count).__name__} {count!r} in the "
+            "state, int32() wanted"
+        ]
+
+
 def test_the_state_of_an_nnx_optimizer(tmp_path):
     rngs = nnx.Rngs(0)
     model = nnx.Dict(up=nnx.Linear(4, 8, rngs=rngs), down=nnx.Linear(8, 4, rngs=rngs))

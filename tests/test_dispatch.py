@@ -249,6 +249,39 @@ def test_a_leaf_that_the_state_does_not_know():
         stamps().update(less, state, less)
 
 
+LABELS = {"mlp": {"kernel": "muon", "bias": "adam"}, "embed": "adam"}
+
+
+@pytest.mark.parametrize(
+    ("other", "kind"),
+    [
+        (optax.adam(0.1), "(ScaleByAdamState, EmptyState)"),
+        (optax.sgd(0.1), "(EmptyState, EmptyState)"),
+        (optax.scale_by_adam(), "ScaleByAdamState"),
+        (optax.MultiSteps(muon(0.1), 2), "MultiStepsState"),
+        (optax.partition({"a": optax.adam(0.1)}, "a"), "PartitionState{a: (ScaleByAdamState, Em"),
+        (
+            optax.partition({"muon": optax.adam(0.1), "adam": optax.sgd(0.1)}, LABELS),
+            "PartitionState{adam: (EmptyState, EmptyState), muon: (ScaleByAdamState, EmptyState)}",
+        ),
+        (
+            optax.partition({"muon": optax.scale(0.1), "adam": optax.adam(0.1)}, LABELS),
+            "PartitionState{adam: (ScaleByAdamState, EmptyState), muon: EmptyState}",
+        ),
+    ],
+)
+def test_a_state_of_another_optimizer_is_an_error_that_names_it(other, kind):
+    with pytest.raises(TypeError, match="muon goes on with a state of its own") as error:
+        muon(0.1).update(PARAMS, other.init(PARAMS), PARAMS)
+    assert f"got {kind}" in str(error.value)
+
+
+@pytest.mark.parametrize("state", [None, (), "text", {"inner_states": {}}, PARAMS, 3])
+def test_what_is_no_state_is_an_error_too(state):
+    with pytest.raises(TypeError, match=r"PartitionState{muon: \(MuonState, .*, got"):
+        muon(0.1).update(PARAMS, state, PARAMS)
+
+
 @pytest.mark.parametrize(
     ("partition", "message"),
     [

@@ -43,7 +43,8 @@ def test_inside_other_transformations():
 def test_leaves_that_are_not_floating_point_lose_their_moments():
     others = {"ids": jnp.arange(6).reshape(2, 3), "step": jnp.array(3)}
     zeros = jax.tree.map(jnp.zeros_like, others)
-    theirs, ours = optax.contrib.muon(0.1), recipes.optax_muon(0.1)
+    theirs: Any = optax.contrib.muon(0.1)
+    ours: Any = recipes.optax_muon(0.1)
     _, less, params = run(theirs, PARAMS, GRADS[:2])
     _, more, _ = run(theirs, {**PARAMS, **others}, [{**grad, **zeros} for grad in GRADS[:2]])
     assert len(jax.tree.leaves(more)) == len(jax.tree.leaves(less)) + 3  # adam has two of step
@@ -84,8 +85,8 @@ def test_a_partly_frozen_run_goes_on(make):
 def test_a_subtree_that_is_masked_whole():
     params = {"trained": PARAMS["w"], "frozen": {"a": PARAMS["w"], "b": PARAMS["b"]}}
     tx = optax.masked(optax.contrib.muon(0.1), {"trained": True, "frozen": False})
-    converted = from_optax(tx.init(params), params)
-    mu: Any = converted.inner_state.inner_states["muon"].inner_state[0].mu
+    converted: Any = from_optax(tx.init(params), params)
+    mu = converted.inner_state.inner_states["muon"].inner_state[0].mu
     assert mu["frozen"] == optax.MaskedNode()
 
 
@@ -105,6 +106,12 @@ def test_shapes_alone():
     wanted = jax.eval_shape(recipes.optax_muon(0.1).init, shapes)
     assert from_optax(state, shapes) == wanted
     assert jax.eval_shape(from_optax, state, shapes) == wanted
+
+
+def test_a_state_that_was_not_converted_is_an_error_that_says_how():
+    state = optax.contrib.muon(0.1).init(PARAMS)
+    with pytest.raises(TypeError, match=r"interop\.from_optax\(state, params\)"):
+        muon(0.1).update(GRADS[0], state, PARAMS)
 
 
 def test_a_leaf_that_changes_its_optimizer_is_refused_in_the_update():

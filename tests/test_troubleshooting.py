@@ -163,6 +163,7 @@ CASES: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
         update(muon(0.1), W, begin=of_optax),
         update(muon(0.1), W, begin=lambda params: from_optax(of_optax(params), params)),
     ),
+    (update(muon(0.1), W, begin=optax.adamw(0.1).init), update(muon(0.1), W)),
     (lambda: from_optax(optax.adamw(0.1).init(W), W), init(W)),
 ]
 
