@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonState as OptaxMuonState
 
-from muon_optax.leaf_kinds import dtype_of, is_float_leaf
+from muon_optax.leaf_kinds import check_arrays, dtype_of, is_float_leaf, kind_of
 from muon_optax.momentum import MuonState
 from muon_optax.notices import warn_about
 from muon_optax.partition import (
@@ -23,7 +23,13 @@ from muon_optax.partition import (
 )
 from muon_optax.sharding.specs import whole_shapes
 from muon_optax.surprises import warn_of_surprises
-from muon_optax.tree_paths import is_masked, leaves_with_segments, path_name, raise_together
+from muon_optax.tree_paths import (
+    Segments,
+    is_masked,
+    leaves_with_segments,
+    path_name,
+    raise_together,
+)
 
 __all__ = ["dispatch"]
 
@@ -79,6 +85,7 @@ def dispatch(
     def update(updates, state, params=None, **extra_args):
         assignment = assign(whole_shapes(updates, param_shardings), views, partition)
         _check_kind(state)
+        _check_gradients(updates, params, state)
         _check_labels(assignment, state)
         wanted = None if params is None else _only_floats(params)
         floats, state = partitioned(assignment).update(
@@ -168,13 +175,42 @@ def _kind(state: Any) -> str:
     return type(state).__name__
 
 
+def _moments(state: Any) -> dict[str, dict[Segments, Any]]:
+    """The momenta by label and path."""
+    firsts = {label: state.inner_states[label].inner_state[0] for label in ("muon", "adam")}
+    return {label: dict(leaves_with_segments(first.mu)) for label, first in firsts.items()}
+
+
+def _check_gradients(updates: Any, params: Any, state: Any) -> None:
+    """Raises for gradients that aren't those of the parameters, or of the state's momenta."""
+    check_arrays(leaves_with_segments(params))
+    trees = {"gradient": updates} | ({} if params is None else {"parameter": params})
+    leaves = {what: dict(leaves_with_segments(tree)) for what, tree in trees.items()}
+    momenta = {path: x for tree in _moments(state).values() for path, x in tree.items()}
+    problems = []
+    for path in {path: None for tree in leaves.values() for path in tree}:
+        found = {what: tree.get(path) for what, tree in leaves.items()}
+        if path in momenta:
+            found["momentum"] = momenta[path]
+        if len(set(map(_fit, found.values()))) > 1:
+            kinds = [f"{what} {kind_of(leaf)}" for what, leaf in found.items()]
+            problems.append(f"{path_name(path)}: got {', '.join(kinds)}")
+    raise_together(
+        problems,
+        "each gradient must be floating point, and of its parameter's and momentum's shape:",
+    )
+
+
+def _fit(leaf: Any) -> Any:
+    """What gradient, parameter and momentum have in common."""
+    if leaf is None:
+        return None
+    return tuple(jnp.shape(leaf)) if is_float_leaf(leaf) else "no float"
+
+
 def _check_labels(assignment: Assignment, state: Any) -> None:
     """Raises where a leaf goes on with another optimizer than its state was made for."""
-    had = {
-        path: label
-        for label in ("muon", "adam")
-        for path, _ in leaves_with_segments(state.inner_states[label].inner_state[0].mu)
-    }
+    had = {path: label for label, moments in _moments(state).items() for path in moments}
     has = {d.segments: d.label for d in assignment.decisions if d.reason != NOT_FLOAT}
     stateless = "frozen" if "frozen" in state.inner_states else "absent"
     changed = [

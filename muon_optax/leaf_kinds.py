@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -49,6 +50,8 @@ def kind_of(leaf: Any) -> str:
     """
     if leaf is None:
         return "none"
-    if _is_array(leaf):
-        return f"{dtype_of(leaf)}{jnp.shape(leaf)}"
-    return f"{type(leaf).__name__} {short(leaf)}"
+    if not _is_array(leaf):
+        return f"{type(leaf).__name__} {short(leaf)}"
+    dtype = dtype_of(leaf)
+    name = "float0" if dtype == jax.dtypes.float0 else dtype
+    return f"{name}{jnp.shape(leaf)}"

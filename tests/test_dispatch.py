@@ -222,6 +222,82 @@ def changed(before: Any, after: Any, params: Any = PARAMS) -> str:
     return str(error.value)
 
 
+PAIR = {"w": jnp.ones((4, 6)), "b": jnp.ones(6)}
+FITS = "each gradient must be floating point, and of its parameter's and momentum's shape"
+
+
+@pytest.mark.parametrize(
+    ("grads", "params", "line"),
+    [
+        (
+            {"w": jnp.ones((4, 6), int)},
+            PAIR,
+            "w: got gradient int32(4, 6), parameter float32(4, 6), momentum float32(4, 6)",
+        ),
+        (
+            {"b": np.zeros(6, jax.dtypes.float0)},
+            PAIR,
+            "b: got gradient float0(6,), parameter float32(6,), momentum float32(6,)",
+        ),
+        ({"b": jnp.ones(6, bool)}, None, "b: got gradient bool(6,), momentum float32(6,)"),
+        (
+            {"w": jnp.ones((6, 4))},
+            None,
+            "w: got gradient float32(6, 4), momentum float32(4, 6)",
+        ),
+        (
+            {"b": jnp.ones(1)},
+            PAIR,
+            "b: got gradient float32(1,), parameter float32(6,), momentum float32(6,)",
+        ),
+        (
+            {},
+            {**PAIR, "w": jnp.ones((1, 6))},
+            "w: got gradient float32(4, 6), parameter float32(1, 6), momentum float32(4, 6)",
+        ),
+        (
+            {},
+            {**PAIR, "b": jnp.ones(6, int)},
+            "b: got gradient float32(6,), parameter int32(6,), momentum float32(6,)",
+        ),
+        (
+            {"w": None},
+            PAIR,
+            "w: got gradient none, parameter float32(4, 6), momentum float32(4, 6)",
+        ),
+        (
+            {},
+            {"w": PAIR["w"]},
+            "b: got gradient float32(6,), parameter none, momentum float32(6,)",
+        ),
+        ({}, {**PAIR, "c": jnp.ones(2)}, "c: got gradient none, parameter float32(2,)"),
+    ],
+)
+@pytest.mark.parametrize("jit", [False, True])
+def test_gradients_that_do_not_fit_are_an_error_that_names_them(grads, params, line, jit):
+    tx: Any = muon(0.1, weight_decay=0.1 if params else 0.0)
+    state, grads = tx.init(PAIR), {**PAIR, **grads}
+    with pytest.raises(ValueError, match=FITS) as error:
+        (jax.jit(tx.update) if jit else tx.update)(grads, state, params)
+    assert str(error.value).splitlines()[1:] == [f"  {line}"]
+
+
+def test_frozen_leaves_have_gradients_that_fit_too():
+    tx: Any = stamps(partition=[Rule("b", "frozen")])
+    state = tx.init(PAIR)
+    np.testing.assert_array_equal(tx.update(PAIR, state, PAIR)[0]["b"], np.zeros(6))
+    with pytest.raises(
+        ValueError, match=r"b: got gradient float32\(2,\), parameter float32\(6,\)$"
+    ):
+        tx.update({**PAIR, "b": jnp.ones(2)}, state, PAIR)
+
+
+def test_parameters_that_are_no_arrays_are_named_in_the_update():
+    tx: Any = muon(0.1)
+    with pytest.raises(ValueError, match=r"must be arrays.*\n  w: got str 'x'"):
+        tx.update(PAIR, tx.init(PAIR), {**PAIR, "w": "x"})
+
+
 BASE = {"mlp": {"kernel": "muon", "bias": "adam"}, "embed": {"embedding": "adam"}}
 NO_BIAS = {"mlp": {"kernel": "muon", "bias": "frozen"}, "embed": {"embedding": "adam"}}
 SWAPPED = {"mlp": {"kernel": "adam", "bias": "adam"}, "embed": {"embedding": "muon"}}

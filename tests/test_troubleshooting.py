@@ -155,6 +155,7 @@ CASES: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
     (lambda: muon(0.1, nesterov="false"), lambda: muon(0.1, nesterov=False)),  # pyright: ignore
     (update(DECAYED, W), update(DECAYED, W, W)),
     (update(CHANGED, TWO, begin=muon(0.1).init), update(muon(0.1), TWO, begin=muon(0.2).init)),
+    (update(muon(0.1), W, {"w": ones(4, 5)}), update(muon(0.1), W, W)),
     (
         lambda: check_state(CHANGED, TWO, muon(0.1).init(TWO)),
         lambda: check_state(muon(0.2), TWO, muon(0.1).init(TWO)),
