@@ -24,6 +24,8 @@ def test_no_leaf_for_muon_is_exit_code_1(tmp_path):
         *((["--mesh", m], "written like replica=4,fsdp=16") for m in ("", "fsdp", "fsdp=0", "=2")),
         *((["--mesh", m], "written like") for m in ("fsdp=-1", "fsdp=²", "fsdp=2,fsdp=2", "a b=2")),
         (["--mesh", "fsdp=9999999"], "131,072 devices at most"),
+        (["--fsdp", "columns"], "--fsdp is for a --mesh with an axis fsdp, got None"),
+        (["--fsdp", "rows", "--mesh", "tp=2"], "--mesh with an axis fsdp, got 'tp=2'"),
         (["--mesh", "rows=2"], "mesh axes must be among ('replica', 'data'"),
         (["--device", "abacus"], "device must be one of"),
         (["--model", "gpt5"], "model must be one of"),
@@ -169,6 +171,15 @@ def test_rules_that_do_not_fit_name_the_leaf(text, message, tmp_path):
     code, out, err = run(*argv)
     assert (code, out) == (2, "")
     assert message in err
+
+
+def test_shardings_need_a_mesh(tmp_path):
+    shapes = tmp_path / "shapes.json"
+    shapes.write_text('{"up": [8, 8]}')
+    rules = rules_file(tmp_path, '[[shardings]]\npattern="up"\nspec=["fsdp"]')
+    argv = ["--shapes", shapes, "--rules", rules]
+    assert error_of("plan", *argv) == "the file of rules has [[shardings]], which need --mesh"
+    assert run("report", *argv)[0] == run("plan", *argv, "--mesh", "fsdp=2")[0] == 0
 
 
 def test_what_is_no_file(tmp_path):

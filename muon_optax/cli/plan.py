@@ -36,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
         help="such as replica=4,fsdp=16, the last axes within a host; default: one device",
     )
     parser.add_argument(
-        "--fsdp", choices=("rows", "columns"), default="rows", help="which dim fsdp shards"
+        "--fsdp", choices=("rows", "columns"), help="which dim fsdp shards; default: rows"
     )
     parser.add_argument(
         "--device",
@@ -58,12 +58,14 @@ def run(args: argparse.Namespace) -> int:
     sizes = {} if args.mesh is None else parse_sizes(args.mesh)
     if math.prod(sizes.values()) > _MOST_DEVICES:
         raise ValueError(f"--mesh may have {_MOST_DEVICES:,} devices at most, got {args.mesh!r}")
+    if args.fsdp and "fsdp" not in sizes:
+        raise ValueError(f"--fsdp is for a --mesh with an axis fsdp, got {args.mesh!r}")
     if args.ns_dtype is not None:
         check_dtype("--ns-dtype", args.ns_dtype)
     target = read_target(args)
     made = plan(
         target.params,
-        shardings(target, sizes, args.fsdp),
+        shardings(target, sizes, args.fsdp or "rows"),
         ns_coeffs=args.ns_coeffs,
         ns_dtype=args.ns_dtype,
         muon_weight_dimension_numbers=target.views,

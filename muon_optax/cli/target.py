@@ -255,8 +255,10 @@ def shardings(target: Target, sizes: Mapping[str, int], fsdp: Any) -> Any:
       A tree of NamedSharding, or None for one device.
 
     Raises:
-      ValueError: for specs that don't fit, and axes of which nothing is known.
+      ValueError: for specs that don't fit or have no mesh, and axes of which nothing is known.
     """
+    if not sizes and target.rules.shardings:
+        raise ValueError("the file of rules has [[shardings]], which need --mesh")
     if not sizes:
         return None
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
