@@ -158,7 +158,7 @@ def _chooser(params: Any, views: Views, partition: Partition) -> Choose:
     if found is None:
         return lambda path, shape: ("adam", "the function of matrix views returned None", None)
     view_at = _of_floats(found, params, what="matrix views", is_leaf=is_view)
-    return lambda path, shape: _by_view(view_at[path])
+    return lambda path, shape: _by_view(path, shape, view_at[path])
 
 
 def _of_floats(tree: Any, params: Any, **options: Any) -> dict[Segments, Any]:
@@ -209,9 +209,11 @@ def _decide(path: Segments, leaf: Any, choose: Choose) -> Decision:
     return Decision(path, shape, dtype, label, reason, bound)
 
 
-def _by_view(view: View | None) -> Outcome:
+def _by_view(path: Segments, shape: Shape, view: View | None) -> Outcome:
     if view is None:
-        return "adam", "no matrix view in the given tree", None
+        rule = next((r for r in default_rules() if r.matches(path, shape)), None)
+        looks = "" if rule is None else f" ({rule.reason})"
+        return "adam", f"no matrix view in the given tree{looks}", None
     if not is_view(view):
         raise ValueError(
             f"a matrix view must be MuonDimensionNumbers, MatrixView or None, got {short(view)}"

@@ -435,6 +435,39 @@ def test_views_are_what_report_shows(linen_params):
     assert {row.path for row in rows if row.optimizer == "muon"} == set(LINEN_VIEWS)
 
 
+def test_report_says_why_a_leaf_has_no_view(linen_params):
+    rows = report(linen_params, muon_weight_dimension_numbers=flax_matrix_views).rows
+    reasons = {row.path: row.reason for row in rows if row.optimizer == "adam"}
+    told = {
+        path: reasons[path].removeprefix("no matrix view in the given tree") for path in reasons
+    }
+    assert told["Embed_0/embedding"] == " (embedding)"
+    assert told["lm_head/kernel"] == " (head)"
+    assert told["depthwise/kernel"] == " (depthwise kernel)"
+    assert told["LayerNorm_0/scale"] == told["Dense_0/bias"] == " (fewer than two dims)"
+    stack = shapes(layers__bias=(3, 8), layers__scale=(3, 8), a__kernel=(3, 4, 8))
+    with pytest.warns(MuonWarning, match="can't tell the axes"):
+        views = flax_matrix_views(stack, scanned="layers")
+    rows = report(stack, muon_weight_dimension_numbers=views).rows
+    assert {row.path: row.reason for row in rows} == {
+        "a/kernel": "no matrix view in the given tree",
+        "layers/bias": "no matrix view in the given tree (bias or scale)",
+        "layers/scale": "no matrix view in the given tree (bias or scale)",
+    }
+
+
+def test_one_input_channel_looks_depthwise_and_may_be_declared():
+    params = jax.tree.map(
+        lambda s: jax.random.normal(KEY, s.shape), shapes(stem__kernel=(3, 3, 1, 8))
+    )
+    views = flax_matrix_views(params)
+    assert views["stem"]["kernel"] is None
+    views["stem"]["kernel"] = MuonDimensionNumbers((0, 1, 2), 3)
+    tx: Any = muon(1.0, "tight", scale="none", muon_weight_dimension_numbers=views)
+    update = tx.update(params, tx.init(params), params)[0]["stem"]["kernel"].reshape(9, 8)
+    np.testing.assert_allclose(np.linalg.svd(update, compute_uv=False), 1.0, atol=0.05)
+
+
 def test_views_can_be_changed_by_hand(linen_params):
     views = flax_matrix_views(linen_params)
     views["lm_head"]["kernel"] = MuonDimensionNumbers(0, 1)
