@@ -9,10 +9,10 @@ from muon_optax.checks import check_float_dtype
 from muon_optax.dtypes import compute_dtype
 from muon_optax.partition import Partition, Views, assign, check_rules
 from muon_optax.polar import Coefficients, Method, Preconditioning
+from muon_optax.sharding.buckets import Leaf, Share
 from muon_optax.sharding.cost import DeviceModel, Strategy
 from muon_optax.sharding.distribute import Distribution, StrategyRules
 from muon_optax.sharding.local import Orthogonalizer, make_solver
-from muon_optax.sharding.planner import Leaf, Share
 from muon_optax.sharding.specs import bare_spec, declared_specs, mesh_of
 from muon_optax.tables import format_table, rich_table
 from muon_optax.tree_paths import leaves_with_segments, path_name, raise_together

@@ -86,7 +86,7 @@ def scale_by_momentum(
 
     def update(updates, state, params=None):
         del params
-        _check_state(updates, state.mu)
+        _check_state(updates, state)
         count = jnp.asarray(optax.safe_increment(state.count))
         weights = buffer.weights(count)
         mu = graft(state.mu, updates)
@@ -324,7 +324,7 @@ def scale_by_muon(
     def update(updates, state, params=None):
         like = updates if params is None else graft(params, updates)
         homes = homes_of(like, param_shardings)
-        _check_state(updates, state.mu)
+        _check_state(updates, state)
         mu_lies = typed_specs(state.mu) if mu_shardings is None else mu_shardings
         updates = place(updates, mu_lies)
         views = _bound_views(whole_shapes(updates, lies), weight_dimension_numbers)
@@ -373,8 +373,13 @@ def _init(buffer: Momentum, params: optax.Params) -> MuonState:
     return MuonState(jnp.zeros([], jnp.int32), jax.tree.map(buffer.init, params))
 
 
-def _check_state(updates: optax.Updates, mu: optax.Updates) -> None:
-    have, want = (dict(leaves_with_segments(t)) for t in (mu, updates))
+def _check_state(updates: optax.Updates, state: Any) -> None:
+    if not isinstance(state, MuonState):
+        raise TypeError(
+            f"the state must be a MuonState of muon_optax, got {type(state).__name__}; make one "
+            "with init, or convert optax's with muon_optax.interop.from_optax(state, params)"
+        )
+    have, want = (dict(leaves_with_segments(t)) for t in (state.mu, updates))
     problems = [f"{path_name(p)}: in the state only" for p in have if p not in want]
     problems += [f"{path_name(p)}: in the updates only" for p in want if p not in have]
     problems += [

@@ -135,8 +135,7 @@ def test_quickstart_prints_a_falling_loss():
             "shard_map.py",
             0.15,
             [
-                "up 1 of 64 x 128 float32 fsdp, - gather 28.7 kB",
-                "down 1 of 128 x 64 float32 -, fsdp gather 28.7 kB",
+                "down + 1 2 of 128 x 64 float32 -, fsdp all_to_all 57.3 kB",
             ],
         ),
         (
@@ -144,8 +143,7 @@ def test_quickstart_prints_a_falling_loss():
             0.1,
             [
                 "layers/up 4 x 32 x 128 4 of 32 x 128 muon 2 ",
-                "layers/up 4 of 32 x 128 float32 fsdp, tp all_to_all 28.7 kB",
-                "layers/down 4 of 128 x 32 float32 tp, fsdp all_to_all 28.7 kB",
+                "layers/down + 1 8 of 128 x 32 float32 tp, fsdp all_to_all 28.7 kB",
             ],
         ),
         (

@@ -272,6 +272,25 @@ def test_what_a_function_makes_of_padding_does_not_leak(strategy):
     assert sharded.worst_error(leaf, update, want) <= 1e-5
 
 
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+@pytest.mark.parametrize("count", [3, 8, 11])
+def test_a_function_may_return_a_constant(count, kind):
+    leaf = Leaf((count, *WIDE), P(None, "f"), STACK)
+    mesh = make_mesh({"r": 2, "f": 4}, kind)
+    where = sharded.shardings({"w": leaf}, mesh)["w"]
+    placed = jax.device_put(leaf.gradient(0), where)
+    constant = np.eye(*WIDE, dtype=np.float32)
+    tx = scale_by_muon(
+        orthogonalizer=lambda m: jnp.broadcast_to(constant, m.shape),
+        weight_dimension_numbers=STACK,
+        param_shardings=where,
+        strategy="all_to_all",
+        device=sharded.SLOW,
+    )
+    update, _ = sharded.jit(tx.update)(placed, tx.init(placed))
+    np.testing.assert_array_equal(update, np.broadcast_to(constant, leaf.shape))
+
+
 def test_a_zero_gradient_gives_exactly_zero():
     mesh = make_mesh({"f": 8})
     leaves = {"a": Leaf((3, *WIDE), P(None, None, "f"), STACK), "b": Leaf(WIDE, P(None, "f"))}

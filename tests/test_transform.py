@@ -335,3 +335,11 @@ def test_a_state_of_other_leaves_is_an_error_that_lists_them():
 def test_options_are_checked_at_construction(piece, options, error, message):
     with pytest.raises(error, match=message):
         piece(**options)
+
+
+@pytest.mark.parametrize("tx", [scale_by_muon(), scale_by_momentum()], ids=["muon", "momentum"])
+@pytest.mark.parametrize("other", [optax.scale_by_adam(), optax.contrib.scale_by_muon()])
+def test_the_state_of_another_transformation_is_an_error(tx, other):
+    w = jnp.ones((4, 8))
+    with pytest.raises(TypeError, match=r"must be a MuonState of muon_optax, got .*from_optax"):
+        tx.update(w, other.init(w))

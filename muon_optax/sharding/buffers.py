@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from muon_optax.sharding.planner import Leaf
+from muon_optax.sharding.buckets import Leaf
 
 __all__ = ["Arrays", "Buffers", "Elementwise"]
 

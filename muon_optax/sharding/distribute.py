@@ -12,11 +12,12 @@ from muon_optax.checks import check_choice
 from muon_optax.matrix_view import BoundView
 from muon_optax.notices import warn_about
 from muon_optax.rules import has_run
+from muon_optax.sharding.buckets import Bucket, Leaf
 from muon_optax.sharding.buffers import Arrays, Elementwise
 from muon_optax.sharding.cost import DeviceModel, device_model
 from muon_optax.sharding.local import Solver
 from muon_optax.sharding.pipeline import run_buckets
-from muon_optax.sharding.planner import STRATEGIES, Bucket, Leaf, plan_leaves
+from muon_optax.sharding.planner import STRATEGIES, plan_leaves
 from muon_optax.sharding.specs import Layout, as_declared, is_spec, read_layouts
 from muon_optax.tree_paths import leaves_with_segments, path_name, raise_together
 

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from muon_optax.polar import Exchange as GramExchange
+from muon_optax.sharding.buckets import Leaf, Share
 from muon_optax.sharding.local import Solver
-from muon_optax.sharding.planner import Leaf, Share
+from muon_optax.sharding.specs import varying_axes
 
 __all__ = ["Exchange", "exchange_for"]
 
@@ -124,7 +125,7 @@ class _AllToAll(Exchange):
         turn = (_index(self.share.axes) - replica) % self.replicas
         place = (_index(self.leaf.shard_axes) - shard) % self.shards
         has_one = (place < self._each) & (turn * self._each + place < self.count)
-        return jax.lax.cond(has_one, solve, lambda x: x, x)
+        return jax.lax.cond(has_one, lambda x: _varying_like(solve(x), x), lambda x: x, x)
 
     def send(self, y: jax.Array) -> jax.Array:
         if self.ends_whole:
@@ -198,6 +199,12 @@ def exchange_for(share: Share, leaf: Leaf, count: int) -> Exchange:
     """The exchange of a chunk of a share."""
     is_alone = leaf.layout.count((*leaf.shard_axes, *share.axes)) == 1
     return _EXCHANGES["local" if is_alone else share.strategy](share, leaf, count)
+
+
+def _varying_like(y: jax.Array, x: jax.Array) -> jax.Array:
+    """`y` with the type of what differs between devices, which a constant hasn't."""
+    missing = varying_axes(x) - varying_axes(y)
+    return jax.lax.pcast(y, tuple(missing), to="varying") if missing else y
 
 
 def _index(axes: tuple[str, ...]) -> jax.Array | int:

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from muon_optax.sharding.buckets import Bucket, Leaf
 from muon_optax.sharding.buffers import Arrays, Buffers, Elementwise
 from muon_optax.sharding.execute import Exchange, exchange_for
 from muon_optax.sharding.local import Solver
 from muon_optax.sharding.ordering import together
-from muon_optax.sharding.planner import Bucket, Leaf
 
 __all__ = ["run_buckets"]
 

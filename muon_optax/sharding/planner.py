@@ -7,156 +7,24 @@ are chosen so that the busiest device has as little to do as possible.
 
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import get_args
 
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from muon_optax.matrix_view import BoundView
 from muon_optax.polar import NewtonSchulz, resolve_schedule
-from muon_optax.sharding.cost import Cost, DeviceModel, Strategy, Work, estimate
+from muon_optax.sharding.buckets import Bucket, Leaf, Share, group_leaves
+from muon_optax.sharding.cost import DeviceModel, Strategy, Work, estimate
 from muon_optax.sharding.local import group_size
-from muon_optax.sharding.specs import Axes, Layout
 from muon_optax.tree_paths import raise_together
 
-__all__ = ["STRATEGIES", "Bucket", "Leaf", "Share", "plan_leaves", "rest_owners"]
+__all__ = ["STRATEGIES", "plan_leaves", "rest_owners"]
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 _MINIMUM_WORKSPACE = 2**28
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """What planning needs to know of one leaf.
-
-    Attributes:
-      path: its name.
-      view: how it makes matrices.
-      layout: how it lies.
-      dtype: the dtype to exchange and compute in, by name.
-      strategy: 'auto', or the strategy that the user asks for.
-      home: where the results go, if they go whole to every device that had a slice, as in ZeRO-1.
-    """
-
-    path: str
-    view: BoundView
-    layout: Layout
-    dtype: str
-    strategy: str = "auto"
-    home: Layout | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The whole leaf's."""
-        return self.layout.shape
-
-    @property
-    def batch_axes(self) -> Axes:
-        """Mesh axes over which whole matrices are spread."""
-        return self.layout.axes_of(self.view.batch_axes)
-
-    @property
-    def shard_axes(self) -> Axes:
-        """Mesh axes that cut matrices."""
-        return self.layout.axes_of(self.view.stack_axes)
-
-    @property
-    def count(self) -> int:
-        """Matrices that a device has a part of."""
-        return self.view.batch // self.layout.count(self.batch_axes)
-
-    @property
-    def sides(self) -> tuple[tuple[int, Axes], ...]:
-        """Size and mesh axes of each dim of a stacked matrix."""
-        axes = self.view.stack_axes
-        return tuple((self.shape[a], self.layout.type_key[a]) for a in axes)
-
-    @property
-    def key(self) -> tuple:
-        """What the leaves of one bucket share: all but the sizes of batch axes."""
-        return (self.view.matrix_key, self.sides, *self._place)
-
-    def key_across(self, solver: NewtonSchulz | None) -> tuple:
-        """The same for leaves and those that lie across them, whose transposes may join them.
-
-        Queries and outputs of attention are an example; a transpose's polar factor is the polar
-        factor's transpose.
-        """
-        return (tuple(sorted(self.sides)), *self._place) if self._may_turn(solver) else self.key
-
-    @property
-    def _place(self) -> tuple:
-        layout = self.layout
-        batch = frozenset(x for a in self.view.batch_axes for x in layout.type_key[a])
-        place = (layout.mesh, batch, layout.free, layout.manual, layout.is_known)
-        return (*place, self.dtype, self.strategy, self.home is None)
-
-    def _may_turn(self, solver: NewtonSchulz | None) -> bool:
-        # AOL norms are those of rows, and a user's function may do anything.
-        is_symmetric = solver is not None and solver.schedule.preconditioning != "aol"
-        is_plain = len(self.sides) == 2 and len(self.view.block_sizes) == 1
-        return is_symmetric and is_plain and bool(self.shard_axes) and self.home is None
-
-
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """Some matrices of a bucket, and what is done with them.
-
-    Attributes:
-      start, count: which of the bucket's matrices.
-      strategy: how they are brought together.
-      axes: replicating axes that divide the work.
-      offset: the first owner, where there are fewer matrices than owners; see `rest_owners`.
-      chunk: how many matrices are exchanged at once.
-      cost: bytes, FLOPs and seconds.
-      reason: why this strategy.
-      added: FLOPs that it adds to the busiest device, the buckets before it counted in.
-      skips: whether devices without a matrix go on to the next share; if not, they work on zeros.
-        Products in a branch hide less of the exchange, so that must gain something.
-    """
-
-    start: int
-    count: int
-    strategy: Strategy
-    axes: Axes
-    offset: int
-    chunk: int
-    cost: Cost
-    reason: str
-    added: int = 0
-    skips: bool = False
-
-    @property
-    def chunks(self) -> Iterator[tuple[int, int]]:
-        """(start, count) of each chunk."""
-        for start in range(self.start, self.start + self.count, self.chunk):
-            yield start, min(self.chunk, self.start + self.count - start)
-
-
-@dataclasses.dataclass(frozen=True)
-class Bucket:
-    """Leaves that are handled together.
-
-    Attributes:
-      members: their indices among the leaves that were planned.
-      leaf: the first of them, which stands for all.
-      shares: what is done with them.
-    """
-
-    members: tuple[int, ...]
-    leaf: Leaf
-    shares: tuple[Share, ...]
-
-    @property
-    def chunks(self) -> Iterator[tuple[Share, int, int]]:
-        """(share, start, count) of each exchange."""
-        for share in self.shares:
-            for start, count in share.chunks:
-                yield share, start, count
 
 
 @functools.lru_cache(maxsize=256)
@@ -183,7 +51,7 @@ def plan_leaves(
     """
     filled = {i: leaf for i, leaf in enumerate(leaves) if math.prod(leaf.view.shape)}
     works = {leaf.key: _work(leaf, solver) for leaf in filled.values()}
-    groups = _groups(filled, works, solver)
+    groups = group_leaves(filled, works, solver)
     largest = max((w.matrix_bytes for w in works.values()), default=0)
     budget = max_workspace_bytes or max(_MINIMUM_WORKSPACE, 6 * largest)
     _check_strategies(filled.values(), works, solver)
@@ -198,25 +66,6 @@ def plan_leaves(
         shares = _Chooser(leaf, work, solver, device, load, budget, are_single).shares(count)
         buckets.append(Bucket(members, leaf, tuple(shares)))
     return tuple(_without_lone_skip(buckets, device))
-
-
-def _groups(
-    leaves: Mapping[int, Leaf], works: Mapping[tuple, Work], solver: NewtonSchulz | None
-) -> list[tuple[int, ...]]:
-    """Indices of the leaves of each bucket.
-
-    Leaves that lie across each other are one bucket if either would leave a round of owners
-    incomplete; else turning them gains nothing.
-    """
-    groups: dict[tuple, dict[tuple, list[int]]] = {}
-    for i, leaf in leaves.items():
-        groups.setdefault(leaf.key_across(solver), {}).setdefault(leaf.key, []).append(i)
-    found: list[tuple[int, ...]] = []
-    for ways in groups.values():
-        rests = [sum(leaves[i].count for i in way) % works[key].owners for key, way in ways.items()]
-        joined = [tuple(itertools.chain(*ways.values()))]
-        found += joined if any(rests) else map(tuple, ways.values())
-    return found
 
 
 def _without_lone_skip(buckets: Sequence[Bucket], device: DeviceModel) -> Sequence[Bucket]:

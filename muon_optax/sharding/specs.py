@@ -343,11 +343,11 @@ def _check_whole(x: Any, mesh: Mesh | AbstractMesh, manual: Axes) -> None:
     """A block taken for a matrix is silent and wrong, so what can't be told apart is refused."""
     advice = "declare with param_shardings how the parameters lie (P() for a whole matrix)"
     probe = jax.lax.axis_index(next(a for a in manual if mesh.shape[a] > 1))
-    if not _varying(probe):
+    if not varying_axes(probe):
         raise ValueError(
             f"inside a pmap, or a shard_map with check_vma=False, a block looks whole; {advice}"
         )
-    varying = [a for a in manual if a in _varying(x)]
+    varying = [a for a in manual if a in varying_axes(x)]
     if varying:
         raise ValueError(
             f"the array of shape {x.shape} varies over {varying} inside a shard_map, so it may be "
@@ -355,5 +355,6 @@ def _check_whole(x: Any, mesh: Mesh | AbstractMesh, manual: Axes) -> None:
         )
 
 
-def _varying(x: Any) -> frozenset[str]:
+def varying_axes(x: Any) -> frozenset[str]:
+    """Manual mesh axes over which an array's values differ, as far as its type says."""
     return jax.typeof(x).manual_axis_type.varying
