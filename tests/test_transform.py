@@ -343,3 +343,18 @@ def test_the_state_of_another_transformation_is_an_error(tx, other):
     w = jnp.ones((4, 8))
     with pytest.raises(TypeError, match=r"must be a MuonState of muon_optax, got .*from_optax"):
         tx.update(w, other.init(w))
+
+
+def test_updates_may_have_a_wider_dtype_than_the_gradient():
+    grad = jnp.asarray(reference.matrix(0, 8, 16), jnp.bfloat16)
+    narrow = scale_by_muon(mu_dtype="float32")
+    wide = scale_by_muon(mu_dtype="float32", update_dtype="float32")
+    rounded, exact = (first_update(tx, grad) for tx in (narrow, wide))
+    assert (rounded.dtype, exact.dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_array_equal(rounded, exact.astype(jnp.bfloat16))
+    want = reference.newton_schulz(
+        reference.mixes([np.asarray(grad, np.float64)])[0], reference.JORDAN
+    )
+    assert reference.relative_error(exact, want) <= 1e-5
+    with pytest.raises((ValueError, TypeError), match="update_dtype"):
+        scale_by_muon(update_dtype="int32")
