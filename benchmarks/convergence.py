@@ -1,0 +1,156 @@
+"""The demo's model trained with every preset, with optax's Muon and with AdamW, over three seeds.
+
+    python benchmarks/convergence.py --output benchmarks/results
+
+All have the rates that `demo_grid.py` found best for Muon and AdamW, and the same batches, warm-up,
+decay, clipping and weight decay; optax's Muon gets the leaves that ours gets. One device. Seconds
+are those of the steps, so they tell something only where nothing else runs.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "examples")]
+
+from gpt.config import Config
+from gpt.corpus import load_corpus
+from gpt.curves import Curve
+from gpt.layout import make_mesh
+from train_gpt import abstract_parameters, make_optimizer, train, warmup_cosine
+
+from muon_optax import MuonDimensionNumbers, report
+from muon_optax.tree_paths import leaves_with_segments, path_name
+
+SEEDS = (0, 1, 2)
+RATES = {"lr": 0.02, "adamw_lr": 0.008}
+Curves = Mapping[str, Sequence[Curve]]
+
+
+def optimizers(config: Config, mesh: jax.sharding.Mesh) -> dict[str, Callable[[], Any]]:
+    """What makes each optimizer, by name."""
+
+    def ours(schedule: str) -> Any:
+        return make_optimizer("muon", dataclasses.replace(config, schedule=schedule), mesh)
+
+    return {
+        "muon_optax jordan": lambda: ours("jordan"),
+        "muon_optax tight": lambda: ours("tight"),
+        "muon_optax fast": lambda: ours("fast"),
+        "optax.contrib.muon": lambda: optax_muon(config),
+        "optax.adamw": lambda: make_optimizer("adamw", config, mesh),
+    }
+
+
+def optax_muon(config: Config) -> optax.GradientTransformation:
+    """The demo's optimizer with optax's Muon, which gets the leaves that ours gets."""
+    rows = report(abstract_parameters(config)).rows
+    of_muon = {row.path for row in rows if row.optimizer == "muon"}
+
+    def views(tree: Any) -> Any:
+        # By path: NNX changes the containers between calls, and optax masks leaves.
+        names = [path_name(path) for path, _ in leaves_with_segments(tree)]
+        found = [MuonDimensionNumbers(0, 1) if name in of_muon else None for name in names]
+        return jax.tree.structure(tree).unflatten(found)
+
+    tx = optax.contrib.muon(
+        warmup_cosine(config.lr, config.steps),
+        weight_decay=config.weight_decay,
+        adam_learning_rate=warmup_cosine(config.adamw_lr, config.steps),
+        adam_b2=0.95,
+        adam_weight_decay=config.weight_decay,
+        muon_weight_dimension_numbers=views,
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), tx)
+
+
+def summarize(curves: Curves) -> list[dict[str, Any]]:
+    """Final losses of all seeds, their differences from optax's Muon, and the time they took."""
+    base = [curve.val_loss[-1] for curve in curves["optax.contrib.muon"]]
+    rows = []
+    for name, runs in curves.items():
+        final = [curve.val_loss[-1] for curve in runs]
+        differences = [x - b for x, b in zip(final, base, strict=True)]
+        rows.append(
+            {
+                "optimizer": name,
+                "final_losses": final,
+                "mean": float(np.mean(final)),
+                "from_optax_muon": [min(differences), max(differences)],
+                "seconds": float(np.median([curve.seconds[-1] for curve in runs])),
+            }
+        )
+    return rows
+
+
+def plot(path: Path, curves: Curves) -> None:
+    """Draws the validation loss against steps and time, with bands from seed to seed."""
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    by_steps, by_time = figure.subplots(1, 2)
+    for color, (name, runs) in zip(("C0", "C2", "C3", "C1", "C4"), curves.items(), strict=True):
+        losses = np.array([curve.val_loss for curve in runs])
+        seconds = np.median([curve.seconds for curve in runs], axis=0)
+        for axes, x in ((by_steps, runs[0].steps), (by_time, seconds)):
+            axes.plot(x, losses.mean(0), color=color, label=name)
+            axes.fill_between(x, losses.min(0), losses.max(0), color=color, alpha=0.2)
+    by_steps.set(xlabel="steps", ylabel="validation loss (nats/byte)")
+    by_time.set(xlabel="seconds of steps")
+    by_steps.legend()
+    for axes in (by_steps, by_time):
+        axes.set_ylim(top=3)
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+def table(summary: Sequence[Mapping[str, Any]]) -> Table:
+    found = Table("optimizer", "final validation losses", "mean", "from optax's", "seconds")
+    for row in summary:
+        losses = " ".join(f"{x:.3f}" for x in row["final_losses"])
+        low, high = row["from_optax_muon"]
+        cells = (f"{row['mean']:.3f}", f"{low:+.3f} to {high:+.3f}", f"{row['seconds']:.0f}")
+        found.add_row(row["optimizer"], losses, *cells)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=Config.steps)
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    args = parser.parse_args()
+    console, mesh = Console(), make_mesh({"fsdp": 1})
+    config = dataclasses.replace(Config(steps=args.steps), **RATES)
+    corpus = load_corpus(None, config.context + 1)
+    curves: dict[str, list[Curve]] = {name: [] for name in optimizers(config, mesh)}
+    for seed in SEEDS:
+        seeded = dataclasses.replace(config, seed=seed)
+        for name, make in optimizers(seeded, mesh).items():
+            curves[name].append(train(make(), seeded, corpus, mesh, on_step=lambda *_: None))
+            console.print(f"{name}, seed {seed}: {curves[name][-1].val_loss[-1]:.4f}")
+    summary = summarize(curves)
+    args.output.mkdir(parents=True, exist_ok=True)
+    record = {
+        "config": dataclasses.asdict(config),
+        "seeds": SEEDS,
+        "summary": summary,
+        "curves": {name: [dataclasses.asdict(c) for c in runs] for name, runs in curves.items()},
+    }
+    (args.output / "convergence.json").write_text(json.dumps(record, indent=1) + "\n")
+    plot(args.output / "convergence.png", curves)
+    console.print(table(summary))
+
+
+if __name__ == "__main__":
+    main()
