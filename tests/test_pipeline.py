@@ -192,3 +192,17 @@ def test_full_rounds_of_owners_are_not_turned():
         muon_weight_dimension_numbers=sharded.views(leaves),
     )
     assert sorted(row.leaves for row in found.rows) == [("down",), ("up",)]
+
+
+def test_derivatives_pass_through_the_rounds():
+    leaf = Leaf((19, *WIDE), P(None, "f"), STACK)
+    x = leaf.gradient(0).astype(np.float32)
+    placed = jax.device_put(x, NamedSharding(make_mesh({"f": 8}), leaf.spec))
+    alone = scale_by_muon(sharded.FAST, weight_dimension_numbers=STACK)
+    tx = scale_by_muon(sharded.FAST, weight_dimension_numbers=STACK, device=OVERLAPPING)
+
+    def slope(tx, grad):
+        state = tx.init(grad)
+        return sharded.jit(jax.grad(lambda g: jnp.sum(jnp.sin(tx.update(g, state)[0]))))(grad)
+
+    assert reference.relative_error(slope(tx, placed), np.asarray(slope(alone, x))) <= 1e-5
