@@ -39,6 +39,11 @@ class Scaling:
     mode: Scale
     multiplier: jax.typing.ArrayLike
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether the multiplier is known to change nothing."""
+        return isinstance(self.multiplier, int | float) and self.multiplier == 1
+
     def base(self, fan_in: int, fan_out: int) -> float:
         """The mode's static factor of one matrix; 1 for an empty one."""
         return _FACTORS[self.mode](fan_in, fan_out) if fan_in and fan_out else 1.0

@@ -74,6 +74,18 @@ class Exchange:
         """(shards, ...) by destination -> (shards, ...) by source."""
         return jax.lax.all_to_all(x, self.leaf.shard_axes, 0, 0) if self.shards > 1 else x
 
+    def swap_joined(self, x: jax.Array) -> jax.Array:
+        """The same for (shards * n, ...), from which leaves are cut.
+
+        In this form XLA cuts each from the part that arrived, without joining the parts, and one
+        kernel serves all leaves at the same place of a part: .6 of the time to compile 48 layers
+        on CPU. What is sent can't have it: XLA on CPU would then give the parts, joined of leaves,
+        layouts that differ, which its own verifier refuses.
+        """
+        if self.shards == 1:
+            return x
+        return jax.lax.all_to_all(x, self.leaf.shard_axes, 0, 0, tiled=True)
+
     def assemble(self, parts: jax.Array) -> jax.Array:
         """(shards, count, *block) -> whole matrices (count, *sizes)."""
         names, spec = self.leaf.shard_axes, self._spec
@@ -131,8 +143,8 @@ class _AllToAll(Exchange):
         if self.ends_whole:
             x = _gather(y, self.leaf.shard_axes)
         else:
-            parts = self.swap(self.disassemble(y))
-            x = parts.reshape(-1, *parts.shape[2:])
+            parts = self.disassemble(y)
+            x = self.swap_joined(parts.reshape(-1, *parts.shape[2:]))
         replica, shard = self._first
         x = self.all(_rolled(x, -shard)[: self._each])
         return _rolled(x, -replica * self._each)[: self.count]

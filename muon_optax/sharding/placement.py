@@ -77,7 +77,8 @@ def _placed(x: jax.Array, declared: Declared) -> jax.Array:
         return x
     spec = bare_spec(declared)
     if AxisType.Explicit in mesh.axis_types:
-        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+        lies_there = jax.typeof(x).sharding.spec == spec
+        return x if lies_there else jax.sharding.reshard(x, NamedSharding(mesh, spec))
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
