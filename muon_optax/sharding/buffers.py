@@ -36,7 +36,12 @@ class Elementwise:
 
 
 class Buffers:
-    """A leaf's operands, and what becomes of them."""
+    """A leaf's operands, and what becomes of them.
+
+    Attributes:
+      arrays: the operands, or what has replaced them.
+      is_written: whether results are written into one of the arrays, chunk after chunk.
+    """
 
     def __init__(
         self,
@@ -49,12 +54,13 @@ class Buffers:
     ):
         self._leaf, self._elementwise = leaf, elementwise
         self._is_cut, self._is_joined = is_cut, is_cut and not in_place
+        self.is_written = is_cut and in_place
         self._end = (leaf.home or leaf.layout).block
         self.arrays = [leaf.view.stack(x) for x in operands] if is_cut else list(operands)
         self._operands, self._result = len(operands), 0
         self._parts: dict[int, jax.Array] = {}
         has_room = not leaf.home and operands[0].dtype == leaf.dtype
-        if is_cut and in_place and not has_room:
+        if self.is_written and not has_room:
             self._result = len(operands)
             self.arrays.append(leaf.view.stack(jnp.zeros(self._end, leaf.dtype)))
 

@@ -32,8 +32,12 @@ class Exchange:
     leaf: Leaf
     count: int
 
+    def pick(self, x: jax.Array) -> jax.Array:
+        """Slices (count, *block) -> those that this device's replica works on."""
+        return x
+
     def receive(self, x: jax.Array) -> jax.Array:
-        """Slices (count, *block) -> what this device works on."""
+        """What was picked -> what this device works on."""
         return x
 
     def solve(self, x: jax.Array, solver: Solver) -> jax.Array:
@@ -123,9 +127,11 @@ class _AllToAll(Exchange):
     Fewer matrices than owners go to those that `rest_owners` names.
     """
 
-    def receive(self, x: jax.Array) -> jax.Array:
+    def pick(self, x: jax.Array) -> jax.Array:
         x = _pad(x, self._each * self.replicas)
-        x = self.own(_rolled(x, self._first[0] * self._each))
+        return self.own(_rolled(x, self._first[0] * self._each))
+
+    def receive(self, x: jax.Array) -> jax.Array:
         x = _rolled(_pad(x, -(-self._each // self.shards) * self.shards), self._first[1])
         return self.assemble(self.swap(x.reshape(self.shards, -1, *x.shape[1:])))
 
@@ -163,7 +169,7 @@ class _AllToAll(Exchange):
 class _ByReplicas(Exchange):
     """All shards of a replica work on each of its matrices."""
 
-    def receive(self, x: jax.Array) -> jax.Array:
+    def pick(self, x: jax.Array) -> jax.Array:
         return self.own(_pad(x, -(-self.count // self.replicas) * self.replicas))
 
     def send(self, y: jax.Array) -> jax.Array:
@@ -174,7 +180,6 @@ class _Gather(_ByReplicas):
     """Each of them has every matrix whole, and keeps its slice."""
 
     def receive(self, x: jax.Array) -> jax.Array:
-        x = super().receive(x)
         if self.shards == 1:
             return x
         return self.assemble(_gather(x[None], self.leaf.shard_axes))

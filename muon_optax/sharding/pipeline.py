@@ -6,9 +6,11 @@ All leaves that are mapped over the same axes go through one shard_map, in round
     chunk k is orthogonalised,
     chunk k - 1 is sent back.
 
-The compiler is free to move what no data ties, so each round waits for all of the one before; a
-device holds no more than three chunks. The momentum mix is formed and rounded on the shards, inside
-the shard_map: outside, the partitioner would move the exchange before it and send more.
+The compiler is free to move what no data ties, so each round waits for all of the one before, and
+within a round one thing waits for another where that saves memory; a device holds no more than
+three chunks. Only what is read again can be waited for: XLA drops the rest from a barrier. The
+momentum mix is formed and rounded on the shards, inside the shard_map: outside, the partitioner
+would move the exchange before it and send more.
 """
 
 import dataclasses
@@ -117,20 +119,21 @@ class _Pipeline:
     def __call__(self, scalars: Any, operands: dict[int, Arrays]) -> dict[int, Arrays]:
         chunks = _cheap_at_both_ends([c for bucket in self.buckets for c in self._chunks(bucket)])
         held = _Held(self._buffers(chunks, operands))
-        arrived: Any = ()
+        received: Any = ()
         solved: Any = ()
-        for coming, here, leaving in zip(
-            [*chunks, None, None], [None, *chunks, None], [None, None, *chunks], strict=True
-        ):
-            scalars, arrived, solved = held.wait((scalars, arrived, solved))
-            if here:
-                held.keep(here, scalars)
+        sent: Any
+        for coming, here, leaving in _staggered(chunks, stages=3):
+            scalars, received, solved = held.wait((scalars, received, solved))
+            sent = leaving.exchange.send(solved) if leaving else ()
+            solved = here.exchange.solve(received, self.solver) if here else ()
+            if coming:
+                scalars, sent = held.wait((scalars, sent))
+            else:  # nobody reads the scalars again
+                solved, sent = held.wait((solved, sent))
             if leaving:
-                held.put(leaving, leaving.exchange.send(solved))
-            scalars = held.wait(scalars)
-            received = coming.exchange.receive(held.form(coming, scalars)) if coming else ()
-            solved = here.exchange.solve(arrived, self.solver) if here else ()
-            arrived = received
+                held.put(leaving, sent)
+            if coming:
+                scalars, received = held.receive(coming, scalars)
         return {i: buffers.finished(scalars) for i, buffers in held.leaves.items()}
 
     def _buffers(self, chunks: Sequence[_Chunk], operands: dict[int, Arrays]) -> dict[int, Buffers]:
@@ -154,6 +157,13 @@ class _Pipeline:
             yield _Chunk(exchange, tuple(pieces), share.cost.bytes * count / share.count)
 
 
+def _staggered(items: Sequence[T], stages: int) -> Iterator[tuple[T | None, ...]]:
+    """What is in each stage, the first one first, from when the first item enters it."""
+    nothing = [None] * stages
+    late = [[*nothing[:k], *items, *nothing[k + 1 :]] for k in range(stages)]
+    return zip(*late, strict=True)
+
+
 class _Held:
     """The buffers of all leaves, and which of them were written."""
 
@@ -170,16 +180,17 @@ class _Held:
         self._written.clear()
         return values
 
-    def form(self, chunk: _Chunk, scalars: Any) -> jax.Array:
-        """What is orthogonalised."""
-        found = [p.turned(self.leaves[p.leaf].form(scalars, p.start, p.stop)) for p in chunk.pieces]
-        return found[0] if len(found) == 1 else jnp.concatenate(found)
+    def receive(self, chunk: _Chunk, scalars: Any) -> tuple[Any, jax.Array]:
+        """The scalars, and what this device works on, for which all that was written is waited.
 
-    def keep(self, chunk: _Chunk, scalars: Any) -> None:
-        """Replaces all operands but the first."""
-        for p in chunk.pieces:
-            self.leaves[p.leaf].keep(scalars, p.start, p.stop)
-            self._written.add(p.leaf)
+        The other operands are replaced at once, so that the first one's memory is free before
+        results come back.
+        """
+        scalars = self.wait(scalars)
+        picked = chunk.exchange.pick(self._form(chunk, scalars))
+        scalars, picked = self.wait((scalars, picked))
+        self._keep(chunk, scalars)
+        return scalars, chunk.exchange.receive(picked)
 
     def put(self, chunk: _Chunk, results: jax.Array) -> None:
         """Replaces the first operand."""
@@ -187,6 +198,16 @@ class _Held:
         parts = jnp.split(results, np.cumsum(sizes)[:-1]) if len(sizes) > 1 else [results]
         for p, part in zip(chunk.pieces, parts, strict=True):
             self.leaves[p.leaf].put(p.turned(part), p.start)
+            if self.leaves[p.leaf].is_written:
+                self._written.add(p.leaf)
+
+    def _form(self, chunk: _Chunk, scalars: Any) -> jax.Array:
+        found = [p.turned(self.leaves[p.leaf].form(scalars, p.start, p.stop)) for p in chunk.pieces]
+        return found[0] if len(found) == 1 else jnp.concatenate(found)
+
+    def _keep(self, chunk: _Chunk, scalars: Any) -> None:
+        for p in chunk.pieces:
+            self.leaves[p.leaf].keep(scalars, p.start, p.stop)
             self._written.add(p.leaf)
 
 
