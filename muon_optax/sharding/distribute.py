@@ -117,7 +117,7 @@ class Distribution:
             [leaf for leaf in leaves if not leaf.layout.is_known],
         )
         device, buckets = self.plan(leaves, solver)
-        return run_buckets(buckets, leaves, solver, elementwise, operands, in_place=device.overlaps)
+        return run_buckets(buckets, leaves, solver, elementwise, operands, in_order=device.overlaps)
 
 
 def _strategies(strategy: Any) -> list[str]:

@@ -40,7 +40,7 @@ def run_buckets(
     elementwise: Elementwise,
     operands: Sequence[Arrays],
     *,
-    in_place: bool,
+    in_order: bool,
 ) -> list[Arrays]:
     """Orthogonalises leaves.
 
@@ -50,7 +50,9 @@ def run_buckets(
       solver: what is done with each matrix.
       elementwise: what is done before, on the shards.
       operands: for each leaf the same number of arrays, all in the leaf's layout.
-      in_place: whether what becomes of a chunk is written over what it was made of.
+      in_order: whether exchanges and products are put in an order, and what becomes of a chunk is
+        then written over what it was made of. XLA on CPU keeps to none, and without barriers finds
+        more to share: .6 of the time to compile 48 layers on 8 devices.
 
     Returns:
       What replaces the operands: the result, in the leaf's dtype and home, and what is kept.
@@ -60,7 +62,7 @@ def run_buckets(
         by_mapping.setdefault((bucket.leaf.layout.mesh, _axes_to_map(bucket)), []).append(bucket)
     found = dict(enumerate(operands))  # a leaf in no bucket is empty
     for (mesh, axes), mapped in by_mapping.items():
-        run: Any = _Pipeline(mapped, leaves, solver, elementwise, in_place)
+        run: Any = _Pipeline(mapped, leaves, solver, elementwise, in_order)
         mine = {i: operands[i] for bucket in mapped for i in bucket.members}
         if axes:
             specs = {i: leaves[i].layout.partition_spec for i in mine}
@@ -114,11 +116,11 @@ class _Pipeline:
     leaves: Sequence[Leaf]
     solver: Solver
     elementwise: Elementwise
-    in_place: bool
+    in_order: bool
 
     def __call__(self, scalars: Any, operands: dict[int, Arrays]) -> dict[int, Arrays]:
         chunks = _cheap_at_both_ends([c for bucket in self.buckets for c in self._chunks(bucket)])
-        held = _Held(self._buffers(chunks, operands))
+        held = _Held(self._buffers(chunks, operands), self.in_order)
         received: Any = ()
         solved: Any = ()
         sent: Any
@@ -139,7 +141,7 @@ class _Pipeline:
     def _buffers(self, chunks: Sequence[_Chunk], operands: dict[int, Arrays]) -> dict[int, Buffers]:
         pieces = [piece for chunk in chunks for piece in chunk.pieces]
         cut = {p.leaf for p in pieces if p.stop - p.start < self.leaves[p.leaf].count}
-        options = {"in_place": self.in_place}
+        options = {"in_place": self.in_order}
         return {
             i: Buffers(self.leaves[i], arrays, self.elementwise, is_cut=i in cut, **options)
             for i, arrays in operands.items()
@@ -167,12 +169,14 @@ def _staggered(items: Sequence[T], stages: int) -> Iterator[tuple[T | None, ...]
 class _Held:
     """The buffers of all leaves, and which of them were written."""
 
-    def __init__(self, leaves: dict[int, Buffers]):
-        self.leaves = leaves
+    def __init__(self, leaves: dict[int, Buffers], in_order: bool):
+        self.leaves, self._in_order = leaves, in_order
         self._written: set[int] = set()
 
     def wait(self, values: T) -> T:
         """The values, for which all that was written since the last time is waited."""
+        if not self._in_order:
+            return values
         written = {i: self.leaves[i].arrays for i in sorted(self._written)}
         values, written = together((values, written))
         for i, arrays in written.items():

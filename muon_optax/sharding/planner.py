@@ -215,8 +215,10 @@ class _Chooser:
         """Matrices to exchange at once: each lies there as slices and whole, in and out.
 
         Several large ones are a loop of products, which hides less than the products themselves.
+        Without an exchange, results are written over what they are made of.
         """
-        at_once = max(1, (self.budget // max(1, work.matrix_bytes) - 2) // 4)
+        places = 1 if strategy == "local" else 4
+        at_once = max(1, (self.budget // max(1, work.matrix_bytes) - 2) // places)
         seconds = work.matrix_bytes / self.device.bandwidth_over(work.shard_axes, dict(work.sizes))
         if self.device.overlaps and seconds > 5 * self.device.latency and strategy != "local":
             at_once = 1
