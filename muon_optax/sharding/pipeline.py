@@ -167,32 +167,34 @@ def _staggered(items: Sequence[T], stages: int) -> Iterator[tuple[T | None, ...]
 
 
 class _Held:
-    """The buffers of all leaves, and which of them were written."""
+    """The buffers of all leaves, and which of them were read or written."""
 
     def __init__(self, leaves: dict[int, Buffers], in_order: bool):
         self.leaves, self._in_order = leaves, in_order
-        self._written: set[int] = set()
+        self._touched: set[int] = set()
 
     def wait(self, values: T) -> T:
-        """The values, for which all that was written since the last time is waited."""
+        """The values, which wait for what was read and written since the last time."""
         if not self._in_order:
             return values
-        written = {i: self.leaves[i].arrays for i in sorted(self._written)}
-        values, written = together((values, written))
-        for i, arrays in written.items():
+        touched = {i: self.leaves[i].arrays for i in sorted(self._touched)}
+        values, touched = together((values, touched))
+        for i, arrays in touched.items():
             self.leaves[i].arrays = arrays
-        self._written.clear()
+        self._touched.clear()
         return values
 
     def receive(self, chunk: _Chunk, scalars: Any) -> tuple[Any, jax.Array]:
-        """The scalars, and what this device works on, for which all that was written is waited.
+        """The scalars, and what this device works on.
 
         The other operands are replaced at once, so that the first one's memory is free before
-        results come back.
+        results come back. They, and not the scalars alone, wait for what is formed of them: XLA
+        sees through a barrier to what is constant.
         """
         scalars = self.wait(scalars)
         picked = chunk.exchange.pick(self._form(chunk, scalars))
-        scalars, picked = self.wait((scalars, picked))
+        self._touched.update(p.leaf for p in chunk.pieces)
+        picked = self.wait(picked)
         self._keep(chunk, scalars)
         return scalars, chunk.exchange.receive(picked)
 
@@ -203,7 +205,7 @@ class _Held:
         for p, part in zip(chunk.pieces, parts, strict=True):
             self.leaves[p.leaf].put(p.turned(part), p.start)
             if self.leaves[p.leaf].is_written:
-                self._written.add(p.leaf)
+                self._touched.add(p.leaf)
 
     def _form(self, chunk: _Chunk, scalars: Any) -> jax.Array:
         found = [p.turned(self.leaves[p.leaf].form(scalars, p.start, p.stop)) for p in chunk.pieces]
@@ -212,7 +214,7 @@ class _Held:
     def _keep(self, chunk: _Chunk, scalars: Any) -> None:
         for p in chunk.pieces:
             self.leaves[p.leaf].keep(scalars, p.start, p.stop)
-            self._written.add(p.leaf)
+            self._touched.add(p.leaf)
 
 
 def _cheap_at_both_ends(chunks: list[_Chunk]) -> list[_Chunk]:
