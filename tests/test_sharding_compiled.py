@@ -5,6 +5,7 @@ replicate them, f = (N - 1) / N.
 """
 
 import math
+import re
 from typing import Any
 
 import jax
@@ -309,3 +310,13 @@ def test_four_times_the_layers_are_at_most_twice_the_instructions():
         where = {name: NamedSharding(mesh, P("f")) for name in shapes}
         found[layers] = read_program(sharded.lower(muon(0.1), shapes, where, "float32").compile())
     assert found[48].instructions <= 2 * found[12].instructions
+
+
+def test_leaves_are_cut_from_what_arrives_without_joining_it():
+    leaves = {f"w{i}": Leaf((16, 64), P("f")) for i in range(24)}
+    text = sharded.compile_update(leaves, make_mesh({"f": 8}), device=sharded.SLOW).as_text()
+    entry = text[text.index("\nENTRY") :]
+    _, sent = re.findall(r"(\S+) = \(.*\) all-to-all\(", entry)
+    arrived = re.findall(rf"(\S+) = \S+ get-tuple-element\({re.escape(sent)}\)", entry)
+    readers = [sum(f"({part})" in line for line in entry.split("\n")) for part in arrived]
+    assert readers == [3] * 8  # one for each leaf
