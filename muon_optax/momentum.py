@@ -11,7 +11,14 @@ from muon_optax.checks import check_choice, check_decay, check_flag, check_float
 from muon_optax.dtypes import wide_dtype
 from muon_optax.sharding.placement import is_on_host, to_device, to_host
 
-__all__ = ["Momentum", "MomentumForm", "MuonState", "moment_dtype", "zeros_like_parameter"]
+__all__ = [
+    "Momentum",
+    "MomentumForm",
+    "MuonState",
+    "combine",
+    "moment_dtype",
+    "zeros_like_parameter",
+]
 
 MomentumForm = Literal["ema", "sum"]
 

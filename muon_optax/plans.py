@@ -17,7 +17,7 @@ from muon_optax.sharding.specs import bare_spec, declared_specs, mesh_of
 from muon_optax.tables import format_table, rich_table
 from muon_optax.tree_paths import leaves_with_segments, path_name, raise_together
 
-__all__ = ["Plan", "PlanRow", "plan"]
+__all__ = ["Plan", "PlanRow", "plan", "quantity"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,11 +20,14 @@ __all__ = [
     "Axes",
     "Declared",
     "Layout",
+    "as_declared",
     "bare_spec",
     "declared_specs",
+    "is_spec",
     "mesh_of",
     "read_layout",
     "read_layouts",
+    "varying_axes",
     "whole_shapes",
 ]
 

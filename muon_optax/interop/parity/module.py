@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 
 from muon_optax.interop.parity.case import SEQUENCES, Case
 
-__all__ = ["Model", "batch", "sharded_model"]
+__all__ = ["Model", "batch", "loss_of", "sharded_model"]
 
 VOCABULARY = 24
 WIDTH = 16
