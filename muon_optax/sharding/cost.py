@@ -1,7 +1,9 @@
 """Bytes, FLOPs and seconds of a strategy on a model of a device.
 
-Bytes are those a device receives; FLOPs are those of the device that does most. With L matrices of
-m x n (m <= n), N devices that shard a matrix and R that replicate it, f = (N - 1) / N:
+Bytes are those a device receives; FLOPs are those of the device that does most. There are L
+matrices of m x n (m <= n), of b bytes an element and F FLOPs each; N devices shard a matrix, of
+which one lacks the part f = (N - 1) / N, and R devices replicate each slice; the Gram iteration
+restarts r times:
 
     strategy     bytes                                          FLOPs
     local        0                                              L F
@@ -9,8 +11,10 @@ m x n (m <= n), N devices that shard a matrix and R that replicate it, f = (N - 
     all_to_all   L/(N R) 2 mn b f    + L mn/N b (R - 1)/R       L/(N R) F
     gram         (1 + r) L/R m^2 8 f + L mn/N b (R - 1)/R       L/R (products) / N + L/(N R) (steps)
 
-Quotients are rounded up: padding is paid for. Results that end whole on every device (ZeRO-1) cost
-their slices' way back N times under all_to_all, and nothing under gather.
+The second term is the same for all that share work: each replica's results, sent to the others.
+Gram matrices travel in float32, summed one way and spread the other: 8 bytes an element. Quotients
+are rounded up: padding is paid for. Results that end whole on every device (ZeRO-1) cost their
+slices' way back N times under all_to_all, and nothing under gather.
 """
 
 import dataclasses
@@ -86,6 +90,7 @@ DEVICES = {
     "tpu_v6e": DeviceModel("tpu_v6e", 918e12, 459e12, 448e9),
     "cpu": DeviceModel("cpu", 50e9, 50e9, 5e9, overlaps=False),
 }
+# Part of what JAX calls a device -> its model. The first match decides: "v5e" comes before "v5".
 _KINDS = (
     ("h100", "h100"),
     ("h200", "h100"),
@@ -100,7 +105,7 @@ _KINDS = (
 
 
 def device_model(device: str | DeviceModel, kind: str | None = None) -> DeviceModel:
-    """The model meant by a name; 'auto' goes by the kind of device, an H100 if it is unknown.
+    """The model meant by a name; 'auto' goes by the kind of device, an H100 if that is unknown.
 
     Args:
       device: a key of `DEVICES`, 'auto', or a model of one's own.
@@ -208,32 +213,46 @@ def estimate(
     Returns:
       The cost.
     """
-    n, r = work.shards, work.replicas
-    matrix = work.matrix_bytes
-    mine = -(-count // r)
-    owned = -(-mine // n)
-    end = matrix if work.ends_whole else matrix // n
-    back = mine * end * (r - 1)
     if strategy == "local":
-        moved, flops = 0, count * work.flops
-        back = 0
-    elif strategy == "gather":
-        moved, flops = mine * matrix * (n - 1) // n, mine * work.flops
-    elif strategy == "all_to_all":
-        moved, flops = owned * (matrix // n + end) * (n - 1), owned * work.flops
-    else:
-        assert solver is not None
-        passes = len(solver.schedule.restarts) + 1
-        gram = work.rows**2 * max(4, work.itemsize)
-        moved = 2 * passes * owned * gram * (n - 1)
-        steps = (8 * len(solver.schedule.rows) - 6 * passes) * work.rows**3
-        flops = mine * 4 * passes * work.rows**2 * work.columns // n + owned * steps
+        flops = count * work.flops
+        return Cost(0, flops, flops / device.rate(work.itemsize))
+    n, r = work.shards, work.replicas
+    per_replica = -(-count // r)
+    exchanged, flops = _exchanged_and_flops(strategy, per_replica, work, solver)
+    returned = per_replica * _result_bytes(work) * (r - 1)
     sizes = dict(work.sizes)
-    collectives = {"local": 0, "gather": 1, "all_to_all": 2, "gram": 4}[strategy] * (n > 1)
+    collectives = _COLLECTIVES[strategy] * (n > 1) + (r > 1)
     seconds = (
         flops / device.rate(work.itemsize)
-        + moved / device.bandwidth_over(work.shard_axes, sizes)
-        + back / device.bandwidth_over(work.share_axes, sizes)
-        + device.latency * (collectives + (r > 1 and strategy != "local"))
+        + exchanged / device.bandwidth_over(work.shard_axes, sizes)
+        + returned / device.bandwidth_over(work.share_axes, sizes)
+        + device.latency * collectives
     )
-    return Cost(moved + back, flops, seconds)
+    return Cost(exchanged + returned, flops, seconds)
+
+
+_COLLECTIVES = {"gather": 1, "all_to_all": 2, "gram": 4}  # among the shards, for latency
+
+
+def _exchanged_and_flops(
+    strategy: Strategy, count: int, work: Work, solver: NewtonSchulz | None
+) -> tuple[int, int]:
+    """Bytes that a shard receives from the others, and its FLOPs, for a replica's matrices."""
+    n, matrix = work.shards, work.matrix_bytes
+    owned = -(-count // n)
+    if strategy == "gather":
+        return count * matrix * (n - 1) // n, count * work.flops
+    if strategy == "all_to_all":
+        return owned * (matrix // n + _result_bytes(work)) * (n - 1), owned * work.flops
+    assert solver is not None
+    passes = len(solver.schedule.restarts) + 1
+    gram = work.rows**2 * max(4, work.itemsize)
+    # The two terms of `NewtonSchulz.flops`: products with X on slices, steps by the owner.
+    products = 4 * passes * work.rows**2 * work.columns
+    steps = (8 * len(solver.schedule.rows) - 6 * passes) * work.rows**3
+    return 2 * passes * owned * gram * (n - 1), count * products // n + owned * steps
+
+
+def _result_bytes(work: Work) -> int:
+    """Bytes of a result as it ends on a device."""
+    return work.matrix_bytes if work.ends_whole else work.matrix_bytes // work.shards
