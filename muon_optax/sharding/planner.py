@@ -24,7 +24,10 @@ from muon_optax.tree_paths import raise_together
 __all__ = ["STRATEGIES", "plan_leaves", "rest_owners"]
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
-_MINIMUM_WORKSPACE = 2**28
+
+# The default of `max_workspace_bytes`, at least; `_Chooser._chunk` says what six matrices hold.
+_LEAST_WORKSPACE = 2**28
+_WORKSPACE_MATRICES = 6
 
 
 @functools.lru_cache(maxsize=256)
@@ -53,7 +56,7 @@ def plan_leaves(
     works = {leaf.key: _work(leaf, solver) for leaf in filled.values()}
     groups = group_leaves(filled, works, solver)
     largest = max((w.matrix_bytes for w in works.values()), default=0)
-    budget = max_workspace_bytes or max(_MINIMUM_WORKSPACE, 6 * largest)
+    budget = max_workspace_bytes or max(_LEAST_WORKSPACE, _WORKSPACE_MATRICES * largest)
     _check_strategies(filled.values(), works, solver)
     loads: dict[tuple, np.ndarray] = {}
     buckets = []
@@ -68,17 +71,24 @@ def plan_leaves(
     return tuple(_without_lone_skip(buckets, device))
 
 
-def _without_lone_skip(buckets: Sequence[Bucket], device: DeviceModel) -> Sequence[Bucket]:
-    """Skips nothing where a device that skips would only wait."""
-    skipped = [share for bucket in buckets for share in bucket.shares if share.skips]
-    if len(skipped) != 1 or not device.overlaps:
-        return buckets
-    return [
-        dataclasses.replace(
-            bucket, shares=tuple(dataclasses.replace(share, skips=False) for share in bucket.shares)
-        )
-        for bucket in buckets
-    ]
+def _work(leaf: Leaf, solver: NewtonSchulz | None) -> Work:
+    """What the cost of a leaf's bucket depends on, shared over all the axes that can share it."""
+    rows, columns = sorted((leaf.view.fan_in, leaf.view.fan_out))
+    dtype = jnp.dtype(leaf.dtype)
+    # A function of the user's is counted as if it were the default iteration.
+    counted = solver or NewtonSchulz(resolve_schedule())
+    flops = sum(k * counted.flops(m, n, dtype) for k, m, n in leaf.view.matrices)
+    mesh = leaf.layout.mesh
+    return Work(
+        rows,
+        columns,
+        itemsize=dtype.itemsize,
+        flops=flops // leaf.view.batch,
+        shard_axes=leaf.shard_axes,
+        share_axes=leaf.layout.free,
+        sizes=() if mesh is None else tuple(mesh.shape.items()),
+        ends_whole=leaf.home is not None,
+    )
 
 
 def _check_strategies(
@@ -86,14 +96,15 @@ def _check_strategies(
 ) -> None:
     problems = []
     for leaf in leaves:
-        possible = _possible(leaf, works[leaf.key], solver)
+        possible = _possible_strategies(leaf, works[leaf.key], solver)
         if leaf.strategy not in ("auto", *possible):
             why = _why_not_gram(leaf, solver) if leaf.strategy == "gram" else "it is in pieces"
             problems.append(f"{leaf.path}: {leaf.strategy!r} can't be, {why}; possible: {possible}")
     raise_together(problems, "these leaves can't have the strategy asked for:")
 
 
-def _possible(leaf: Leaf, work: Work, solver: NewtonSchulz | None) -> list[Strategy]:
+def _possible_strategies(leaf: Leaf, work: Work, solver: NewtonSchulz | None) -> list[Strategy]:
+    """What can be asked for, whether or not it makes sense."""
     found: list[Strategy] = ["all_to_all", "gather"]
     if work.shards == 1:
         found.append("local")
@@ -103,6 +114,7 @@ def _possible(leaf: Leaf, work: Work, solver: NewtonSchulz | None) -> list[Strat
 
 
 def _why_not_gram(leaf: Leaf, solver: NewtonSchulz | None) -> str | None:
+    """Why 'gram' can't be; None where it can."""
     view = leaf.view
     long = view.output_axes if view.fan_out >= view.fan_in else view.reduction_axes
     if leaf.home is not None:
@@ -118,48 +130,46 @@ def _why_not_gram(leaf: Leaf, solver: NewtonSchulz | None) -> str | None:
     return None
 
 
-def _work(leaf: Leaf, solver: NewtonSchulz | None) -> Work:
-    rows, columns = sorted((leaf.view.fan_in, leaf.view.fan_out))
-    dtype = jnp.dtype(leaf.dtype)
-    # A function of the user's is counted as if it were the default iteration.
-    counted = solver or NewtonSchulz(resolve_schedule())
-    flops = sum(k * counted.flops(m, n, dtype) for k, m, n in leaf.view.matrices)
-    mesh = leaf.layout.mesh
-    sizes = () if mesh is None else tuple(mesh.shape.items())
-    each = flops // leaf.view.batch
-    free, ends_whole = leaf.layout.free, leaf.home is not None
-    return Work(rows, columns, dtype.itemsize, each, leaf.shard_axes, free, sizes, ends_whole)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Chooser:
-    """Chooses the strategies of one bucket."""
+    """Chooses the strategies of one bucket.
+
+    Attributes:
+      leaf: stands for the bucket's leaves.
+      work: one of its matrices, shared over all the axes that can share it.
+      solver: as in `plan_leaves`.
+      device: as in `plan_leaves`.
+      load: FLOPs of each device so far, with the mesh's axes; what is chosen is added.
+      budget: bytes of workspace for one exchange.
+      are_single: whether each leaf has one matrix.
+    """
 
     leaf: Leaf
     work: Work
     solver: NewtonSchulz | None
     device: DeviceModel
-    load: np.ndarray  # FLOPs of each device so far, with the mesh's axes; updated
+    load: np.ndarray
     budget: int
-    are_single: bool  # leaves of one matrix each
+    are_single: bool
 
     def shares(self, count: int) -> list[Share]:
         """The cheapest way: all matrices under one strategy, or full rounds and a rest."""
         options = [
             option
-            for work in self._divisions()
+            for work in self._shared_or_not()
             for strategy in self._strategies(work)
             for option in self._options(strategy, count, work)
         ]
         best = min(options, key=lambda shares: sum(s.cost.seconds for s in shares))
         return [dataclasses.replace(share, added=self._add_load(share)) for share in best]
 
-    def _divisions(self) -> list[Work]:
-        """The work, shared over replicas or not."""
+    def _shared_or_not(self) -> list[Work]:
+        """The work shared over replicas, if there are any, and repeated on each."""
         alone = dataclasses.replace(self.work, share_axes=())
         return [self.work, alone] if self.work.share_axes else [alone]
 
     def _strategies(self, work: Work) -> list[Strategy]:
+        """The one that is asked for, or those that 'auto' weighs."""
         possible = self._possible(work)
         if self.leaf.strategy != "auto":
             return [s for s in possible if s == self.leaf.strategy]
@@ -168,7 +178,7 @@ class _Chooser:
         return [s for s in possible if self._is_sensible(s, work)]
 
     def _possible(self, work: Work) -> list[Strategy]:
-        found = _possible(self.leaf, work, self.solver)
+        found = _possible_strategies(self.leaf, work, self.solver)
         return [s for s in found if s != "local" or not work.share_axes]
 
     def _is_sensible(self, strategy: Strategy, work: Work) -> bool:
@@ -181,6 +191,7 @@ class _Chooser:
         return self.solver.chosen_method(view.fan_in, view.fan_out, self.leaf.dtype) == "gram"
 
     def _options(self, strategy: Strategy, count: int, work: Work) -> list[list[Share]]:
+        """Ways to do all matrices: 'all_to_all' takes full rounds, and a rest may go another."""
         if strategy != "all_to_all":
             return [[self._share(strategy, 0, count, work)]]
         rounds = count // work.owners * work.owners
@@ -203,24 +214,28 @@ class _Chooser:
             start,
             count,
             strategy,
-            work.share_axes,
-            offset,
-            self._chunk(strategy, count, work),
-            cost,
-            _reason(strategy, self.leaf, count, work),
+            axes=work.share_axes,
+            offset=offset,
+            chunk=self._chunk(strategy, count, work),
+            cost=cost,
+            reason=_reason(strategy, self.leaf, count, work),
             skips=skips,
         )
 
     def _chunk(self, strategy: Strategy, count: int, work: Work) -> int:
-        """Matrices to exchange at once: each lies there as slices and whole, in and out.
+        """Matrices to exchange at once, as many as the workspace holds.
 
-        Several large ones are a loop of products, which hides less than the products themselves.
-        Without an exchange, results are written over what they are made of.
+        For k on a device that is 4 k + 2 matrices: each lies there as slices and whole, in and out.
+        Without an exchange it is k + 2: results are written over what they are made of. Several
+        large ones are a loop of products, which hides less of the exchange than the products
+        themselves, so those that take much longer than the latency go one by one.
         """
         places = 1 if strategy == "local" else 4
-        at_once = max(1, (self.budget // max(1, work.matrix_bytes) - 2) // places)
+        held = self.budget // max(1, work.matrix_bytes)
+        at_once = max(1, (held - 2) // places)
         seconds = work.matrix_bytes / self.device.bandwidth_over(work.shard_axes, dict(work.sizes))
-        if self.device.overlaps and seconds > 5 * self.device.latency and strategy != "local":
+        is_large = seconds > 5 * self.device.latency
+        if self.device.overlaps and is_large and strategy != "local":
             at_once = 1
         elif strategy == "local" and self.are_single and self.leaf.layout.is_known:
             at_once = min(at_once, group_size(count, work.rows * work.columns))
@@ -228,14 +243,14 @@ class _Chooser:
         return min(count, at_once * each)
 
     def _best_offset(self, count: int, work: Work) -> tuple[int, float]:
-        """The first of `count` owners that keeps the peak low, and what it adds to it."""
+        """The first of `count` owners that keeps the highest load low, and what that grows by."""
         owners = rest_owners(np.arange(work.owners)[:, None], count, work)
         peaks = _owner_loads(self.load, work)[owners].max(axis=1) + work.flops
         offset = int(np.argmin(peaks))
         return offset, max(0.0, float(peaks[offset]) - float(self.load.max()))
 
     def _add_load(self, share: Share) -> int:
-        """Counts a share in; what the highest load grows by."""
+        """Adds a share to the load; what the highest load grows by."""
         before = self.load.max()
         work = dataclasses.replace(self.work, share_axes=share.axes)
         if share.strategy != "all_to_all" or share.count >= work.owners:
@@ -243,6 +258,37 @@ class _Chooser:
         else:
             _add_to_owners(self.load, work, rest_owners(share.offset, share.count, work))
         return int(self.load.max() - before)
+
+
+def _reason(strategy: Strategy, leaf: Leaf, count: int, work: Work) -> str:
+    """Why a share has its strategy, for the plan's table."""
+    if not leaf.layout.is_known:
+        return "layout unknown: left to the partitioner; give param_shardings"
+    if leaf.strategy != "auto":
+        return "asked for"
+    if strategy == "local" and work.count(leaf.layout.free) > 1:
+        return "repeating it takes less time than sharing it"
+    if strategy == "all_to_all" and count < work.owners:
+        return f"{count} matrices for {work.owners} owners, the least busy ones"
+    return {
+        "local": "matrices are whole here",
+        "all_to_all": "each matrix whole on one device, once",
+        "gather": "fewer bytes than a round of owners",
+        "gram": "Gram matrices are smaller than the matrices",
+    }[strategy]
+
+
+def _without_lone_skip(buckets: Sequence[Bucket], device: DeviceModel) -> Sequence[Bucket]:
+    """Skips nothing where one share alone would be: devices that skip it would only wait."""
+    skipped = [share for bucket in buckets for share in bucket.shares if share.skips]
+    if len(skipped) != 1 or not device.overlaps:
+        return buckets
+    return [
+        dataclasses.replace(
+            bucket, shares=tuple(dataclasses.replace(share, skips=False) for share in bucket.shares)
+        )
+        for bucket in buckets
+    ]
 
 
 def rest_owners(offset: npt.ArrayLike, count: int, work: Work) -> np.ndarray:
@@ -275,27 +321,9 @@ def _owner_loads(load: np.ndarray, work: Work) -> np.ndarray:
 
 
 def _add_to_owners(load: np.ndarray, work: Work, owners: np.ndarray) -> None:
+    """Adds one matrix for each of the owners, on every device that is that owner."""
     order, rest = _owner_order(work)
     extra = np.zeros(work.owners)
     extra[owners] = work.flops
     sizes = [load.shape[i] for i in order]
     load.transpose(rest + order)[...] += extra.reshape(sizes)
-
-
-def _reason(strategy: Strategy, leaf: Leaf, count: int, work: Work) -> str:
-    if not leaf.layout.is_known:
-        return "layout unknown: left to the partitioner; give param_shardings"
-    if leaf.strategy != "auto":
-        return "asked for"
-    if strategy == "local":
-        alone = work.count(leaf.layout.free) == 1
-        return (
-            "matrices are whole here" if alone else "repeating it takes less time than sharing it"
-        )
-    if strategy == "all_to_all" and count < work.owners:
-        return f"{count} matrices for {work.owners} owners, the least busy ones"
-    return {
-        "all_to_all": "each matrix whole on one device, once",
-        "gather": "fewer bytes than a round of owners",
-        "gram": "Gram matrices are smaller than the matrices",
-    }[strategy]
