@@ -1,7 +1,6 @@
 """Orthogonalises the matrices that lie on one device, whole or as slices."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
@@ -60,7 +59,17 @@ class Solver:
     def slices(
         self, x: jax.Array, axis: Literal[-1, -2], exchange: Exchange, axes: tuple[str, ...]
     ) -> jax.Array:
-        """Orthogonalises matrices (batch, m, n) of which mesh axes cut `axis`: the Gram method."""
+        """Orthogonalises this device's slices of matrices by the Gram method.
+
+        Args:
+          x: (batch, m, n), cut along `axis`.
+          axis: the long axis of the matrices.
+          exchange: how the devices sum and spread Gram matrices.
+          axes: the mesh axes that cut.
+
+        Returns:
+          The slices of the results.
+        """
         assert self.newton_schulz is not None
         y = self.newton_schulz.on_slices(x, exchange, axis=axis)
         if not self.adaptive:
@@ -86,7 +95,8 @@ class Solver:
             y = self.function(x[0])[None]  # a product without a batch dim is faster
         else:
             y = _checked(self.function(x), x)
-        y = _times(y, _inner(x, y)) if self.adaptive else y
+        if self.adaptive:
+            y = _times(y, _inner(x, y))
         return y.astype(x.dtype)
 
 
@@ -100,36 +110,21 @@ def make_solver(
     precision: PrecisionName | jax.lax.Precision | None = None,
     adaptive: bool = False,
 ) -> Solver:
-    """Checks the options, also those that an `orthogonalizer` leaves unused."""
+    """The solver that the options mean; all are checked, also what `orthogonalizer` leaves unused.
+
+    Raises:
+      ValueError, TypeError: for options out of range.
+    """
     check_flag("adaptive", adaptive)
     schedule = resolve_schedule(ns_coeffs, ns_steps, preconditioning)
     if isinstance(precision, jax.lax.Precision):
         precision = cast(PrecisionName, precision.name.lower())
-    iteration = NewtonSchulz(schedule, method, None, precision)
+    iteration = NewtonSchulz(schedule, method, precision=precision)
     if orthogonalizer is None:
         return Solver(iteration, adaptive)
     if not callable(orthogonalizer):
         raise TypeError(f"orthogonalizer must be a function, got {orthogonalizer!r}")
     return Solver(orthogonalizer, adaptive)
-
-
-def _checked(y: Any, x: jax.Array) -> jax.Array:
-    """Refuses what a function of the user's may return by mistake, as matrices of another shape."""
-    if not isinstance(y, jax.Array) or y.shape != x.shape:
-        got = f"shape {y.shape}" if isinstance(y, jax.Array) else f"a {type(y).__name__}"
-        raise TypeError(f"orthogonalizer must return an array of shape {x.shape}, got {got}")
-    if jnp.iscomplexobj(y) and not jnp.iscomplexobj(x):
-        raise TypeError(f"orthogonalizer must return {x.dtype} for {x.dtype}, got {y.dtype}")
-    return y
-
-
-def _inner(x: jax.Array, y: jax.Array) -> jax.Array:
-    wide = wide_dtype(x.dtype)
-    return jnp.sum(x.astype(wide).conj() * y.astype(wide), axis=(-2, -1), keepdims=True)
-
-
-def _times(y: jax.Array, factor: jax.Array) -> jax.Array:
-    return (factor * y.astype(factor.dtype)).astype(y.dtype)
 
 
 def group_size(count: int, elements: int) -> int:
@@ -144,10 +139,31 @@ def group_size(count: int, elements: int) -> int:
     """
     batch = _batch_size(count, elements)
     least = max(_GROUP_LEAVES, 2 * batch)
-    return next((n for n in range(least, count) if count % n == 0 == n % batch), count)
+    sizes = (n for n in range(least, count) if count % n == 0 and n % batch == 0)
+    return next(sizes, count)
 
 
 def _batch_size(count: int, elements: int) -> int:
     """How many of `count` matrices are multiplied at once: a divisor of `count`."""
     limit = max(1, _BATCH_ELEMENTS // elements)
-    return next(d for d in range(min(count, limit), 0, -1) if math.gcd(count, d) == d)
+    return next(d for d in range(min(count, limit), 0, -1) if count % d == 0)
+
+
+def _checked(y: Any, x: jax.Array) -> jax.Array:
+    """Refuses what a function of the user's may return by mistake, as matrices of another shape."""
+    if not isinstance(y, jax.Array) or y.shape != x.shape:
+        got = f"shape {y.shape}" if isinstance(y, jax.Array) else f"a {type(y).__name__}"
+        raise TypeError(f"orthogonalizer must return an array of shape {x.shape}, got {got}")
+    if jnp.iscomplexobj(y) and not jnp.iscomplexobj(x):
+        raise TypeError(f"orthogonalizer must return {x.dtype} for {x.dtype}, got {y.dtype}")
+    return y
+
+
+def _inner(x: jax.Array, y: jax.Array) -> jax.Array:
+    """The inner product of each pair of matrices, (batch, 1, 1)."""
+    wide = wide_dtype(x.dtype)
+    return jnp.sum(x.astype(wide).conj() * y.astype(wide), axis=(-2, -1), keepdims=True)
+
+
+def _times(y: jax.Array, factor: jax.Array) -> jax.Array:
+    return (factor * y.astype(factor.dtype)).astype(y.dtype)
