@@ -34,7 +34,7 @@ class Leaf:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The whole leaf's."""
+        """Shape of the whole leaf."""
         return self.layout.shape
 
     @property
@@ -60,25 +60,28 @@ class Leaf:
 
     @property
     def key(self) -> tuple:
-        """What the leaves of one bucket share: all but the sizes of batch axes."""
-        return (self.view.matrix_key, self.sides, *self._place)
+        """What leaves must share to be handled together: all but the sizes of batch axes."""
+        return (self.view.matrix_key, self.sides, *self._rest_of_key)
 
     def key_across(self, solver: NewtonSchulz | None) -> tuple:
-        """The same for leaves and those that lie across them, whose transposes may join them.
+        """What a leaf also shares with those that lie across it, whose transposes it can join.
 
-        Queries and outputs of attention are an example; a transpose's polar factor is the polar
-        factor's transpose.
+        Queries and outputs of attention lie across each other. A transpose's polar factor is the
+        polar factor's transpose.
         """
-        return (tuple(sorted(self.sides)), *self._place) if self._may_turn(solver) else self.key
+        if not self._may_turn(solver):
+            return self.key
+        return (tuple(sorted(self.sides)), *self._rest_of_key)
 
     @property
-    def _place(self) -> tuple:
+    def _rest_of_key(self) -> tuple:
         layout = self.layout
         batch = frozenset(x for a in self.view.batch_axes for x in layout.type_key[a])
-        place = (layout.mesh, batch, layout.free, layout.manual, layout.is_known)
-        return (*place, self.dtype, self.strategy, self.home is None)
+        lies = (layout.mesh, batch, layout.free, layout.manual, layout.is_known)
+        return (*lies, self.dtype, self.strategy, self.home is None)
 
     def _may_turn(self, solver: NewtonSchulz | None) -> bool:
+        """Whether its transposes may be orthogonalised instead, and could be of use."""
         # AOL norms are those of rows, and a user's function may do anything.
         is_symmetric = solver is not None and solver.schedule.preconditioning != "aol"
         is_plain = len(self.sides) == 2 and len(self.view.block_sizes) == 1
@@ -99,7 +102,7 @@ class Share:
       reason: why this strategy.
       added: FLOPs that it adds to the busiest device, the buckets before it counted in.
       skips: whether devices without a matrix go on to the next share; if not, they work on zeros.
-        Products in a branch hide less of the exchange, so that must gain something.
+        Skipping takes a branch, whose products hide less of the exchange, so it must gain time.
     """
 
     start: int
@@ -147,15 +150,25 @@ def group_leaves(
 ) -> list[tuple[int, ...]]:
     """Indices of the leaves of each bucket.
 
-    Leaves that lie across each other are one bucket if either would leave a round of owners
+    Leaves that lie across each other are one bucket if either kind would leave a round of owners
     incomplete; else turning them gains nothing.
+
+    Args:
+      leaves: by index.
+      works: what the cost depends on, by `Leaf.key`.
+      solver: the Newton-Schulz that runs; None for a function of the user's.
+
+    Returns:
+      The indices, in tuples that stand for one bucket each.
     """
-    groups: dict[tuple, dict[tuple, list[int]]] = {}
+    across: dict[tuple, dict[tuple, list[int]]] = {}
     for i, leaf in leaves.items():
-        groups.setdefault(leaf.key_across(solver), {}).setdefault(leaf.key, []).append(i)
-    found: list[tuple[int, ...]] = []
-    for ways in groups.values():
-        rests = [sum(leaves[i].count for i in way) % works[key].owners for key, way in ways.items()]
-        joined = [tuple(itertools.chain(*ways.values()))]
-        found += joined if any(rests) else map(tuple, ways.values())
-    return found
+        across.setdefault(leaf.key_across(solver), {}).setdefault(leaf.key, []).append(i)
+    buckets: list[tuple[int, ...]] = []
+    for by_key in across.values():
+        counts = {key: sum(leaves[i].count for i in group) for key, group in by_key.items()}
+        if any(count % works[key].owners for key, count in counts.items()):
+            buckets.append(tuple(itertools.chain(*by_key.values())))
+        else:
+            buckets += map(tuple, by_key.values())
+    return buckets
