@@ -26,12 +26,12 @@ from muon_optax.sharding.cost import DeviceModel
 from muon_optax.sharding.distribute import Distribution, StrategyRules
 from muon_optax.sharding.local import Orthogonalizer, make_solver
 from muon_optax.sharding.placement import (
-    back,
     homes_of,
     in_its_place,
     place,
     to_declared_memory,
     to_device,
+    to_memory_of,
     typed_specs,
 )
 from muon_optax.sharding.specs import Layout, read_layouts, whole_shapes
@@ -320,7 +320,7 @@ def scale_by_muon(
         state = _init(buffer, params)
         if mu_shardings is None:
             return state
-        placed = back(place(to_device(state.mu), mu_shardings), state.mu)
+        placed = to_memory_of(state.mu, place(to_device(state.mu), mu_shardings))
         return state._replace(mu=to_declared_memory(placed, mu_shardings))
 
     def update(updates, state, params=None):

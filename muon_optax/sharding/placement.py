@@ -1,4 +1,4 @@
-"""Moves leaves: to other layouts, to host memory and back; counts are born on the mesh."""
+"""Moves leaves to other layouts, and between device and host memory."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from muon_optax.sharding.specs import (
 from muon_optax.tree_paths import align, graft
 
 __all__ = [
-    "back",
+    "HOST_MEMORY",
     "homes_of",
     "in_its_place",
     "is_on_host",
@@ -29,10 +29,11 @@ __all__ = [
     "to_declared_memory",
     "to_device",
     "to_host",
+    "to_memory_of",
     "typed_specs",
 ]
 
-_HOST = "pinned_host"
+HOST_MEMORY = "pinned_host"  # the memory kind of offloaded arrays
 
 
 def place(tree: Any, where: Any) -> Any:
@@ -54,23 +55,6 @@ def place(tree: Any, where: Any) -> Any:
     return treedef.unflatten([_placed(x, spec) for x, spec in zip(leaves, specs, strict=True)])
 
 
-def typed_specs(tree: Any) -> Any:
-    """Where each leaf lies as its type says it, as `place` takes it; None where it doesn't."""
-
-    def spec(x: Any) -> PartitionSpec | None:
-        sharding = jax.typeof(x).sharding
-        return sharding.spec if AxisType.Explicit in sharding.mesh.axis_types else None
-
-    return jax.tree.map(spec, tree)
-
-
-def homes_of(tree: Any, declared: Any) -> list[Layout | None]:
-    """Where results go that lie elsewhere while they are computed: to where `tree` lies."""
-    if jax.sharding.get_abstract_mesh().manual_axes:
-        return [None] * len(jax.tree.leaves(tree))
-    return list(read_layouts(tree, declared))
-
-
 def _placed(x: jax.Array, declared: Declared) -> jax.Array:
     mesh = mesh_of(x, declared)
     if declared is None or mesh is None:
@@ -80,6 +64,23 @@ def _placed(x: jax.Array, declared: Declared) -> jax.Array:
         lies_there = jax.typeof(x).sharding.spec == spec
         return x if lies_there else jax.sharding.reshard(x, NamedSharding(mesh, spec))
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def typed_specs(tree: Any) -> Any:
+    """Each leaf's spec, for `place`, where its type has one; None where the mesh isn't Explicit."""
+
+    def spec(x: Any) -> PartitionSpec | None:
+        sharding = jax.typeof(x).sharding
+        return sharding.spec if AxisType.Explicit in sharding.mesh.axis_types else None
+
+    return jax.tree.map(spec, tree)
+
+
+def homes_of(tree: Any, declared: Any) -> list[Layout | None]:
+    """How each leaf of `tree` lies, which is where results go; None where nothing can be moved."""
+    if jax.sharding.get_abstract_mesh().manual_axes:  # blocks stay on the devices of a shard_map
+        return [None] * len(jax.tree.leaves(tree))
+    return list(read_layouts(tree, declared))
 
 
 def is_on_host(x: Any) -> bool:
@@ -99,50 +100,8 @@ def to_host(x: jax.Array) -> jax.Array:
     return jax.device_put(x, jax.memory.Space.Host)
 
 
-def in_its_place(
-    inner: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
-    """Keeps the type of a state, where it lies included.
-
-    Counts are born where the parameters were put, as an update leaves them: else the second step
-    would be traced and compiled anew. Updates are formed in device memory, since JAX multiplies no
-    array of one memory with one of another, and go back with the state to where they came from.
-    """
-    inner = optax.with_extra_args_support(inner)
-
-    def init(params):
-        state, home = inner.init(params), _whole_place(params)
-        return jax.tree.map(lambda x: x if home is None else _scalar_at(home, x), state)
-
-    def update(updates, state, params=None, **extra_args):
-        new, new_state = inner.update(
-            to_device(updates), to_device(state), to_device(params), **extra_args
-        )
-        return back(new, updates), back(new_state, state)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _whole_place(params: Any) -> Sharding | None:
-    """All of the mesh, or the device, that parameters were put on; None where JAX chose it."""
-    arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
-    put = [x.sharding for x in arrays if not isinstance(x, Tracer) and x.committed]
-    if not put:
-        return None
-    if isinstance(put[0], NamedSharding):
-        return NamedSharding(put[0].mesh, PartitionSpec())
-    return SingleDeviceSharding(min(put[0].device_set, key=lambda device: device.id))
-
-
-def _scalar_at(home: Sharding, x: Any) -> Any:
-    """A scalar of no place, put there; `device_put` would compare its value among processes."""
-    is_array = isinstance(x, jax.Array) and not isinstance(x, Tracer)
-    is_homeless = is_array and x.ndim == 0 and not x.committed
-    return jnp.full((), x.item(), x.dtype, device=home) if is_homeless else x
-
-
-def back(new: Any, old: Any) -> Any:
-    """The leaves of `new` in the memory that those of `old` at their paths lie in."""
+def to_memory_of(old: Any, new: Any) -> Any:
+    """The leaves of `new`, in host memory where those of `old` at the same paths are."""
     if not any(map(is_on_host, jax.tree.leaves(old))):
         return new
     return jax.tree.map(lambda n, o: to_host(n) if is_on_host(o) else n, new, graft(old, new))
@@ -165,7 +124,52 @@ def to_declared_memory(tree: Any, where: Any) -> Any:
 
 
 def names_host(entry: Any) -> bool:
-    """Whether an entry of a tree of shardings, or a leaf, is of host memory."""
+    """Whether an entry of a tree of shardings, or a leaf, says that it lies in host memory."""
     if isinstance(entry, Tracer):
         return is_on_host(entry)
-    return getattr(getattr(entry, "sharding", entry), "memory_kind", None) == _HOST
+    return getattr(getattr(entry, "sharding", entry), "memory_kind", None) == HOST_MEMORY
+
+
+def in_its_place(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Keeps updates and state of `inner` in the memory, and on the mesh, that they came from.
+
+    Counts are born where the parameters were put, as an update leaves them: else the second step
+    would be traced and compiled anew. Updates are formed in device memory, since JAX multiplies no
+    array of one memory with one of another, and go back with the state to where they came from.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params):
+        state, home = inner.init(params), _replicated_home(params)
+        return jax.tree.map(lambda x: x if home is None else _scalar_at(home, x), state)
+
+    def update(updates, state, params=None, **extra_args):
+        new, new_state = inner.update(
+            to_device(updates), to_device(state), to_device(params), **extra_args
+        )
+        return to_memory_of(updates, new), to_memory_of(state, new_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _replicated_home(params: Any) -> Sharding | None:
+    """All of the mesh, or the device, that parameters were put on; None where JAX chose it."""
+    arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+    put = [x.sharding for x in arrays if not isinstance(x, Tracer) and x.committed]
+    if not put:
+        return None
+    if isinstance(put[0], NamedSharding):
+        return NamedSharding(put[0].mesh, PartitionSpec())
+    return SingleDeviceSharding(min(put[0].device_set, key=lambda device: device.id))
+
+
+def _scalar_at(home: Sharding, x: Any) -> Any:
+    """Puts a scalar there that was put nowhere yet.
+
+    Not by `device_put`, which would compare its value among processes.
+    """
+    is_array = isinstance(x, jax.Array) and not isinstance(x, Tracer)
+    is_new = is_array and x.ndim == 0 and not x.committed
+    return jnp.full((), x.item(), x.dtype, device=home) if is_new else x

@@ -7,7 +7,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from muon_optax.momentum import MuonState
-from muon_optax.sharding.placement import names_host
+from muon_optax.sharding.placement import HOST_MEMORY, names_host
 from muon_optax.sharding.specs import bare_spec, declared_specs, mesh_of
 from muon_optax.tree_paths import is_masked, leaves_with_segments, path_name, raise_together
 
@@ -86,7 +86,7 @@ def _named_shardings(params: Any, declared: Any) -> Any:
         if spec is None or mesh is None:
             problems.append(f"{path_name(path)}: give a NamedSharding; got {spec}")
         else:
-            kind = "pinned_host" if names_host(leaf) or names_host(spec) else None
+            kind = HOST_MEMORY if names_host(leaf) or names_host(spec) else None
             found.append(NamedSharding(mesh, bare_spec(spec), memory_kind=kind))
     raise_together(problems, "state_shardings doesn't know where these leaves lie:")
     return jax.tree.structure(params).unflatten(found)
