@@ -41,7 +41,7 @@ class Layout:
 
     Attributes:
       shape: the whole leaf's shape.
-      mesh: the mesh; None where there is no other device.
+      mesh: the mesh; None where there is only one device.
       spec: for each dim, the mesh axes that shard it, major to minor; axes of size 1 are left out.
       written: the spec as it was given, for JAX.
       free: axes that replicate the leaf and that nothing else uses: work can be shared over them.
@@ -92,7 +92,10 @@ class Layout:
 
     @property
     def type_key(self) -> tuple[Axes, ...]:
-        """What arrays must share for JAX to stack them: axes of size 1 are in an array's type."""
+        """Mesh axes of each dim, those of size 1 too: what arrays must share for JAX to stack them.
+
+        On an Explicit mesh they are all in the array's type.
+        """
         dims = [_as_axes(entry) for entry in self.written or ()]
         return (*dims, *[()] * (len(self.shape) - len(dims)))
 
@@ -189,17 +192,17 @@ def read_layout(x: Any, declared: Declared = None) -> Layout:
     mesh = mesh_of(x, declared)
     is_typed = isinstance(x, jax.Array) and bool(_typed_axes(x))
     if mesh is None or (math.prod(mesh.shape.values()) == 1 and not is_typed):
-        return Layout(tuple(x.shape))
+        return Layout(tuple(x.shape))  # on one device, and no axis is in its type
     manual = tuple(mesh.manual_axes) if isinstance(mesh, AbstractMesh) else ()
     if any(mesh.shape[a] > 1 for a in manual) and declared is None:
         _check_whole(x, mesh, manual)
     hidden = _hidden_axes(x)
-    if hidden and all(a in hidden for a in mesh.axis_names if mesh.shape[a] > 1):
-        return Layout(tuple(x.shape), written=_spec_of(x, declared))
-    known = tuple(a for a in _known_axes(mesh, x, declared) if a not in hidden)
     written = _spec_of(x, declared)
+    if hidden and all(a in hidden for a in mesh.axis_names if mesh.shape[a] > 1):
+        return Layout(tuple(x.shape), written=written)  # a vmap has each member on one device
+    known = tuple(a for a in _known_axes(mesh, x, declared) if a not in hidden)
     spec = _normalised(written, len(x.shape), mesh)
-    shape = _whole(x.shape, spec, mesh, manual)
+    shape = _whole_shape(x.shape, spec, mesh, manual)
     _check_divides(shape, spec, mesh)
     _check_nesting(spec, manual)
     used = {a for axes in spec for a in axes}
@@ -228,15 +231,18 @@ def whole_shapes(tree: Any, declared: Any) -> Any:
 
 
 def _whole_struct(x: Any, declared: Declared, mesh: AbstractMesh) -> Any:
+    """The shape of the whole leaf of which a block is given; the block, if nothing is declared."""
     if declared is None:
         return x
     spec = _normalised(_spec_of(x, declared), len(x.shape), mesh)
-    return jax.ShapeDtypeStruct(_whole(x.shape, spec, mesh, tuple(mesh.manual_axes)), x.dtype)
+    shape = _whole_shape(x.shape, spec, mesh, tuple(mesh.manual_axes))
+    return jax.ShapeDtypeStruct(shape, x.dtype)
 
 
-def _whole(
+def _whole_shape(
     shape: Sequence[int], spec: Sequence[Axes], mesh: Mesh | AbstractMesh, manual: Axes
 ) -> tuple[int, ...]:
+    """Shape of the leaf that blocks of this shape make up along the Manual axes."""
     return tuple(
         n * math.prod(mesh.shape[a] for a in axes if a in manual)
         for n, axes in zip(shape, spec, strict=True)
@@ -263,6 +269,7 @@ def mesh_of(x: Any, declared: Declared) -> Mesh | AbstractMesh | None:
 
 
 def _concrete_spec(x: Any) -> PartitionSpec | None:
+    """The spec that an array, or a shape struct, carries; None for a tracer."""
     sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
     return sharding.spec if isinstance(sharding, NamedSharding) else None
 
@@ -291,20 +298,22 @@ def _hidden_axes(x: Any) -> set[str]:
     """Axes that a `vmap` maps over: they are in the batched array's type, not in this one's."""
     hidden: set[str] = set()
     while True:
-        if hasattr(x, "batch_dim"):
+        if hasattr(x, "batch_dim"):  # a BatchTracer of vmap
             hidden |= _typed_axes(x.val) - _typed_axes(x)
             x = x.val
-        elif hasattr(x, "primal"):
+        elif hasattr(x, "primal"):  # a JVPTracer
             x = x.primal
         else:
             return hidden
 
 
 def _typed_axes(x: Any) -> set[str]:
+    """Mesh axes in an array's type."""
     return {a for entry in tuple(jax.typeof(x).sharding.spec) for a in _as_axes(entry)}
 
 
 def _as_axes(entry: Any) -> Axes:
+    """An entry of a PartitionSpec as a tuple of axes."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
@@ -323,6 +332,7 @@ def _normalised(spec: PartitionSpec, rank: int, mesh: Mesh | AbstractMesh) -> tu
 def _check_divides(
     shape: tuple[int, ...], spec: tuple[Axes, ...], mesh: Mesh | AbstractMesh
 ) -> None:
+    """All blocks are of one size: matrices are put together from them."""
     for dim, (n, axes) in enumerate(zip(shape, spec, strict=True)):
         count = math.prod(mesh.shape[a] for a in axes)
         if n % count:
