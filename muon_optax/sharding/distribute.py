@@ -1,4 +1,4 @@
-"""From leaves to results: reads the layouts, plans, and runs each bucket."""
+"""From leaves to results: reads how they lie, plans, and runs the plan."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from muon_optax.sharding.local import Solver
 from muon_optax.sharding.pipeline import run_buckets
 from muon_optax.sharding.planner import STRATEGIES, plan_leaves
 from muon_optax.sharding.specs import Layout, as_declared, is_spec, read_layouts
-from muon_optax.tree_paths import leaves_with_segments, path_name, raise_together
+from muon_optax.tree_paths import Segments, leaves_with_segments, path_name, raise_together
 
 __all__ = ["Distribution", "StrategyRules"]
 
@@ -43,7 +43,7 @@ class Distribution:
     device: str | DeviceModel = "auto"
 
     def __post_init__(self) -> None:
-        for name in _strategies(self.strategy):
+        for name in _strategy_names(self.strategy):
             check_choice("strategy", name, ("auto", *STRATEGIES))
         limit = self.max_workspace_bytes
         is_count = isinstance(limit, Integral) and not isinstance(limit, bool) and limit > 0
@@ -52,13 +52,15 @@ class Distribution:
                 f"max_workspace_bytes must be a positive integer or None, got {limit!r}"
             )
         for entry in jax.tree.leaves(self.param_shardings, is_leaf=is_spec):
-            as_declared(entry)
-        device_model(self.device, "cpu")
+            as_declared(entry)  # raises for what says nothing of a layout
+        device_model(self.device, "cpu")  # raises for an unknown name; JAX isn't asked for devices
 
     def check_patterns(self, tree: Any) -> None:
         """Raises for patterns of `strategy` that match no leaf, as a mistyped name does."""
+        if isinstance(self.strategy, str):
+            return
         paths = [path for path, _ in leaves_with_segments(tree)]
-        if isinstance(self.strategy, str) or not paths:
+        if not paths:  # an empty tree, or the placeholder of optax.tree_map_params
             return
         unused = [
             repr(pattern)
@@ -74,7 +76,17 @@ class Distribution:
         dtypes: Sequence[Any],
         homes: Sequence[Layout | None] | None = None,
     ) -> list[Leaf]:
-        """What the planner takes; `homes` says where the results will lie, if elsewhere."""
+        """What the planner takes.
+
+        Args:
+          tree: the leaves, as arrays or shape structs.
+          views: a view a leaf.
+          dtypes: a dtype a leaf, to exchange and compute in.
+          homes: a layout a leaf, how the results will lie, if otherwise.
+
+        Returns:
+          One `Leaf` for each leaf of `tree`.
+        """
         paths = [path for path, _ in leaves_with_segments(tree)]
         layouts = read_layouts(tree, self.param_shardings)
         ends = [
@@ -86,20 +98,12 @@ class Distribution:
         rows = zip(map(path_name, paths), views, layouts, names, asked, ends, strict=True)
         return [Leaf(*row) for row in rows]
 
-    def _strategy_of(self, path: tuple[str, ...]) -> str:
-        if isinstance(self.strategy, str):
-            return self.strategy
-        return next((name for pattern, name in self.strategy if has_run(path, pattern)), "auto")
-
     def plan(
         self, leaves: Sequence[Leaf], solver: Solver
     ) -> tuple[DeviceModel, tuple[Bucket, ...]]:
         """The device model, and the buckets of the leaves."""
-        kinds = {
-            getattr(getattr(x.layout.mesh, "abstract_device", None), "device_kind", None)
-            for x in leaves
-        }
-        device = device_model(self.device, next(iter(kinds - {None}), None))
+        kinds = {_device_kind(leaf.layout) for leaf in leaves} - {None}
+        device = device_model(self.device, next(iter(kinds), None))
         limit = self.max_workspace_bytes
         return device, plan_leaves(tuple(leaves), solver.newton_schulz, device, limit)
 
@@ -119,16 +123,31 @@ class Distribution:
         device, buckets = self.plan(leaves, solver)
         return run_buckets(buckets, leaves, solver, elementwise, operands, in_order=device.overlaps)
 
+    def _strategy_of(self, path: Segments) -> str:
+        if isinstance(self.strategy, str):
+            return self.strategy
+        return next((name for pattern, name in self.strategy if has_run(path, pattern)), "auto")
 
-def _strategies(strategy: Any) -> list[str]:
+
+def _strategy_names(strategy: Any) -> list[str]:
+    """Every strategy that is asked for, whatever its pattern."""
     if isinstance(strategy, str):
         return [strategy]
-    is_pair = lambda x: isinstance(x, tuple | list) and [type(s) for s in x] == [str, str]  # noqa: E731
-    if not isinstance(strategy, Sequence) or not all(is_pair(x) for x in strategy):
+    if not isinstance(strategy, Sequence) or not all(map(_is_pair_of_strings, strategy)):
         raise TypeError(
             f"strategy must be a name or a sequence of (pattern, name) pairs, got {strategy!r}"
         )
     return [name for _, name in strategy]
+
+
+def _is_pair_of_strings(x: Any) -> bool:
+    return isinstance(x, tuple | list) and [type(s) for s in x] == [str, str]
+
+
+def _device_kind(layout: Layout) -> str | None:
+    """What JAX calls the devices of a mesh, where the mesh knows."""
+    device = getattr(layout.mesh, "abstract_device", None)
+    return getattr(device, "device_kind", None)
 
 
 def _ends_whole(view: BoundView, layout: Layout, home: Layout) -> bool:
