@@ -9,12 +9,16 @@ import optax
 
 from muon_optax.checks import check_choice, check_decay, check_flag, check_float_dtype
 from muon_optax.dtypes import wide_dtype
+from muon_optax.leaf_kinds import is_float_leaf
 from muon_optax.sharding.placement import is_on_host, to_device, to_host
+from muon_optax.tree_paths import leaves_with_segments, path_name, raise_together
 
 __all__ = [
     "Momentum",
     "MomentumForm",
     "MuonState",
+    "Weights",
+    "check_belongs",
     "combine",
     "moment_dtype",
     "zeros_like_parameter",
@@ -78,6 +82,20 @@ class Momentum:
         check_flag("bias_correction", self.bias_correction)
         check_choice("momentum", self.form, get_args(MomentumForm))
 
+    def init_state(self, params: optax.Params) -> MuonState:
+        """The state before the first update.
+
+        Raises:
+          ValueError: listing the leaves that aren't floating point.
+        """
+        bad = [
+            f"{path_name(path)}: got dtype {leaf.dtype}"
+            for path, leaf in leaves_with_segments(params)
+            if not is_float_leaf(leaf)
+        ]
+        raise_together(bad, "momentum needs floating-point leaves:")
+        return MuonState(jnp.zeros([], jnp.int32), jax.tree.map(self.init, params))
+
     def init(self, param: Any) -> jax.Array:
         """A zero buffer in the parameter's layout."""
         dtype = param.dtype if self.dtype is None else self.dtype
@@ -109,6 +127,31 @@ def combine(weights: tuple[jax.Array, jax.Array], buffer: jax.Array, grad: jax.A
     dtype = wide_dtype(grad.dtype, buffer.dtype)
     of_buffer, of_grad = (w.astype(jnp.finfo(dtype).dtype) for w in weights)
     return of_buffer * buffer.astype(dtype) + of_grad * grad.astype(dtype)
+
+
+def check_belongs(state: Any, updates: optax.Updates) -> None:
+    """Raises for a state that isn't of these updates, as after a leaf changed its optimizer.
+
+    Raises:
+      TypeError: for another transformation's state.
+      ValueError: listing the leaves that only one has, or that have another shape.
+    """
+    if not isinstance(state, MuonState):
+        raise TypeError(
+            f"the state must be a MuonState of muon_optax, got {type(state).__name__}; make one "
+            "with init, or convert optax's with muon_optax.interop.from_optax(state, params)"
+        )
+    have, want = (dict(leaves_with_segments(t)) for t in (state.mu, updates))
+    problems = [f"{path_name(p)}: in the state only" for p in have if p not in want]
+    problems += [f"{path_name(p)}: in the updates only" for p in want if p not in have]
+    problems += [
+        f"{path_name(p)}: momentum {have[p].shape}, update {want[p].shape}"
+        for p in want
+        if p in have and have[p].shape != want[p].shape
+    ]
+    raise_together(
+        problems, "Muon's state doesn't belong to these updates (was a leaf's optimizer changed?):"
+    )
 
 
 def moment_dtype(wanted: Any, own: Any) -> jnp.dtype:

@@ -6,6 +6,7 @@ state, so that the momentum mix is formed and rounded where the exchange between
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,12 +16,19 @@ import optax
 
 from muon_optax.checks import check_decay, check_float_dtype
 from muon_optax.dtypes import compute_dtype, wide_dtype
-from muon_optax.leaf_kinds import is_float_leaf
 from muon_optax.matrix_view import BoundView, MuonDimensionNumbers
-from muon_optax.momentum import Momentum, MomentumForm, MuonState, combine
+from muon_optax.momentum import (
+    Momentum,
+    MomentumForm,
+    MuonState,
+    Weights,
+    check_belongs,
+    combine,
+)
 from muon_optax.partition import Views, assign
 from muon_optax.polar import Coefficients, Method, PrecisionName, Preconditioning
-from muon_optax.scaling import Scale, resolve_scaling
+from muon_optax.scaling import Scale, Scaling, resolve_scaling
+from muon_optax.sharding.buckets import Leaf
 from muon_optax.sharding.buffers import Elementwise
 from muon_optax.sharding.cost import DeviceModel
 from muon_optax.sharding.distribute import Distribution, StrategyRules
@@ -35,13 +43,7 @@ from muon_optax.sharding.placement import (
     typed_specs,
 )
 from muon_optax.sharding.specs import Layout, read_layouts, whole_shapes
-from muon_optax.tree_paths import (
-    cast_like,
-    graft,
-    leaves_with_segments,
-    path_name,
-    raise_together,
-)
+from muon_optax.tree_paths import cast_like, graft, raise_together
 
 __all__ = [
     "MuonState",
@@ -86,7 +88,7 @@ def scale_by_momentum(
 
     def update(updates, state, params=None):
         del params
-        _check_state(updates, state)
+        check_belongs(state, updates)
         count = jnp.asarray(optax.safe_increment(state.count))
         weights = buffer.weights(count)
         mu = graft(state.mu, updates)
@@ -94,8 +96,7 @@ def scale_by_momentum(
         mixed = jax.tree.map(functools.partial(combine, weights.mix), mu, updates)
         return cast_like(mixed, updates), MuonState(count, cast_like(new, state.mu))
 
-    init = functools.partial(_init, buffer)
-    return in_its_place(optax.GradientTransformation(init, update))
+    return in_its_place(optax.GradientTransformation(buffer.init_state, update))
 
 
 def orthogonalize(
@@ -209,30 +210,17 @@ def scale_by_shape(
     """
     scaling = resolve_scaling(scale, scale_factor, consistent_rms)
 
-    def scaled(x: jax.Array, view: BoundView, layout: Layout | None) -> jax.Array:
-        wide = wide_dtype(x.dtype)
-        real = jnp.finfo(wide).dtype
-        base = [scaling.base(m, n) for _, m, n in view.matrices]
-        if set(base) == {1.0} and scaling.is_bare:
-            return x
-        factor = jnp.asarray(view.per_block(base), real)
-        if layout is not None:
-            factor = layout.block_of(factor)
-        factor = factor * jnp.asarray(scaling.multiplier, real)
-        return (factor * x.astype(wide)).astype(x.dtype)
-
     def update(updates, state, params=None):
         del params
         views = _bound_views(whole_shapes(updates, param_shardings), weight_dimension_numbers)
         leaves, treedef = jax.tree.flatten(updates)
         layouts = [None] * len(leaves)
-        if any(len(view.block_sizes) > 1 for view in views):
+        if any(len(view.block_sizes) > 1 for view in views):  # else a factor serves the whole leaf
             layouts = read_layouts(updates, param_shardings)
         rows = zip(leaves, views, layouts, strict=True)
-        return treedef.unflatten([scaled(*row) for row in rows]), state
+        return treedef.unflatten([_scaled(scaling, *row) for row in rows]), state
 
-    init = lambda params: optax.EmptyState()  # noqa: E731
-    return in_its_place(optax.GradientTransformation(init, update))
+    return in_its_place(optax.GradientTransformation(optax.init_empty_state, update))
 
 
 def scale_by_muon(
@@ -311,13 +299,14 @@ def scale_by_muon(
         orthogonalizer=orthogonalizer,
         adaptive=adaptive,
     )
-    lies = param_shardings if mu_shardings is None else mu_shardings
-    spread = Distribution(lies, strategy, max_workspace_bytes, device)
+    # Gradients go to where the momentum lies, and only results to where the parameters lie.
+    working_shardings = param_shardings if mu_shardings is None else mu_shardings
+    spread = Distribution(working_shardings, strategy, max_workspace_bytes, device)
 
     def init(params):
         spread.check_patterns(params)
         _bound_views(whole_shapes(params, param_shardings), weight_dimension_numbers)
-        state = _init(buffer, params)
+        state = buffer.init_state(params)
         if mu_shardings is None:
             return state
         placed = to_memory_of(state.mu, place(to_device(state.mu), mu_shardings))
@@ -326,35 +315,31 @@ def scale_by_muon(
     def update(updates, state, params=None):
         like = updates if params is None else graft(params, updates)
         homes = homes_of(like, param_shardings)
-        _check_state(updates, state)
-        mu_lies = typed_specs(state.mu) if mu_shardings is None else mu_shardings
-        updates = place(updates, mu_lies)
-        views = _bound_views(whole_shapes(updates, lies), weight_dimension_numbers)
+        check_belongs(state, updates)
+        updates = place(updates, typed_specs(state.mu) if mu_shardings is None else mu_shardings)
+        views = _bound_views(whole_shapes(updates, working_shardings), weight_dimension_numbers)
         treedef = jax.tree.structure(updates)
         grads, mu = jax.tree.leaves(updates), jax.tree.leaves(graft(state.mu, updates))
-        leaves = spread.leaves(
-            updates, views, [compute_dtype(ns_dtype, m.dtype) for m in mu], homes
-        )
+        dtypes = [compute_dtype(ns_dtype, m.dtype) for m in mu]
+        leaves = spread.leaves(updates, views, dtypes, homes)
         count = jnp.asarray(optax.safe_increment(state.count))
-        momentum = Elementwise(
-            buffer.weights(count),
-            prepare=lambda weights, g, m: combine(weights.mix, m, g),
-            keep=lambda weights, g, m: (combine(weights.keep, m, g),),
-        )
+        momentum = _momentum_of(buffer.weights(count))
         found = spread.run(leaves, solver, momentum, list(zip(grads, mu, strict=True)))
-        ends = [
-            home if home and home.spec != leaf.layout.spec else None
-            for home, leaf in zip(homes, leaves, strict=True)
-        ]
-        results = place(treedef.unflatten([result for result, _ in found]), ends)
+        results = place(treedef.unflatten([result for result, _ in found]), _ends(homes, leaves))
+        results = jax.tree.map(functools.partial(_cast_update, update_dtype), results, updates)
         new = cast_like(treedef.unflatten([kept for _, kept in found]), state.mu)
-        dtypes = [
-            g.dtype if update_dtype is None else wide_dtype(update_dtype, g.dtype) for g in grads
-        ]
-        results = jax.tree.map(lambda x, dtype: x.astype(dtype), results, treedef.unflatten(dtypes))
         return results, MuonState(count, place(new, mu_shardings))
 
     return in_its_place(optax.GradientTransformation(init, update))
+
+
+def _momentum_of(weights: Weights) -> Elementwise:
+    """A step of momentum on (gradient, buffer): the mix goes on, the new buffer is kept."""
+    return Elementwise(
+        weights,
+        prepare=lambda w, g, m: combine(w.mix, m, g),
+        keep=lambda w, g, m: (combine(w.keep, m, g),),
+    )
 
 
 # The factor of one changes nothing: a chunk that isn't due yet is held back by it.
@@ -365,36 +350,39 @@ _AS_THEY_ARE = Elementwise(
 )
 
 
-def _init(buffer: Momentum, params: optax.Params) -> MuonState:
-    bad = [
-        f"{path_name(path)}: got dtype {leaf.dtype}"
-        for path, leaf in leaves_with_segments(params)
-        if not is_float_leaf(leaf)
+def _ends(homes: Sequence[Layout | None], leaves: Sequence[Leaf]) -> list[Layout | None]:
+    """Where results still have to go; None where they lie as they should."""
+    return [
+        home if home and home.spec != leaf.layout.spec else None
+        for home, leaf in zip(homes, leaves, strict=True)
     ]
-    raise_together(bad, "momentum needs floating-point leaves:")
-    return MuonState(jnp.zeros([], jnp.int32), jax.tree.map(buffer.init, params))
 
 
-def _check_state(updates: optax.Updates, state: Any) -> None:
-    if not isinstance(state, MuonState):
-        raise TypeError(
-            f"the state must be a MuonState of muon_optax, got {type(state).__name__}; make one "
-            "with init, or convert optax's with muon_optax.interop.from_optax(state, params)"
-        )
-    have, want = (dict(leaves_with_segments(t)) for t in (state.mu, updates))
-    problems = [f"{path_name(p)}: in the state only" for p in have if p not in want]
-    problems += [f"{path_name(p)}: in the updates only" for p in want if p not in have]
-    problems += [
-        f"{path_name(p)}: momentum {have[p].shape}, update {want[p].shape}"
-        for p in want
-        if p in have and have[p].shape != want[p].shape
-    ]
-    raise_together(
-        problems, "Muon's state doesn't belong to these updates (was a leaf's optimizer changed?):"
-    )
+def _cast_update(update_dtype: Any, x: jax.Array, grad: jax.Array) -> jax.Array:
+    """`x` in the gradient's dtype, or in `update_dtype` at least."""
+    return x.astype(grad.dtype if update_dtype is None else wide_dtype(update_dtype, grad.dtype))
+
+
+def _scaled(scaling: Scaling, x: jax.Array, view: BoundView, layout: Layout | None) -> jax.Array:
+    """A leaf, or a block of one, times the factor of each of its matrices."""
+    base = [scaling.base(m, n) for _, m, n in view.matrices]
+    if set(base) == {1.0} and scaling.is_bare:
+        return x
+    wide = wide_dtype(x.dtype)
+    real = jnp.finfo(wide).dtype
+    factor = jnp.asarray(view.per_block(base), real)
+    if layout is not None:
+        factor = layout.block_of(factor)
+    factor = factor * jnp.asarray(scaling.multiplier, real)
+    return (factor * x.astype(wide)).astype(x.dtype)
 
 
 def _bound_views(tree: Any, declared: Views) -> list[BoundView]:
+    """A view a leaf, all of which must make matrices, from what the user declares.
+
+    Raises:
+      ValueError: listing the leaves that make none.
+    """
     views = MuonDimensionNumbers() if declared is None else declared
     decisions = assign(tree, views).decisions
     problems = [f"{d.path}: {d.reason}" for d in decisions if d.view is None]
