@@ -16,6 +16,7 @@ __all__ = [
     "check_float_dtype",
     "check_mask",
     "check_number",
+    "is_float_dtype",
 ]
 
 
@@ -98,13 +99,28 @@ def check_decay(name: str, value: Any, *, below: float = 1.0) -> None:
 
 def check_float_dtype(name: str, dtype: Any) -> None:
     """Raises TypeError unless `dtype` is None or a floating-point dtype of 16 bits or more."""
-    if dtype is None:
-        return
-    try:
-        known = jnp.dtype(dtype)
-    except TypeError:
-        known = jnp.dtype(bool)
-    if not jnp.issubdtype(known, jnp.inexact) or known.itemsize < 2:
+    if dtype is not None and not is_float_dtype(dtype, jnp.inexact):
         raise TypeError(
             f"{name} must be a floating-point dtype or None, got {dtype!r} (16 bits or more)"
         )
+
+
+def is_float_dtype(dtype: Any, kind: Any) -> bool:
+    """Whether `dtype` names a dtype of 16 bits or more of a kind.
+
+    Args:
+      dtype: what was given.
+      kind: `jnp.floating` for real ones, `jnp.inexact` for complex ones too.
+
+    Returns:
+      False for what names no dtype.
+
+    Example:
+      >>> is_float_dtype("bfloat16", jnp.floating), is_float_dtype("bf16", jnp.floating)
+      (True, False)
+    """
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError:
+        return False
+    return jnp.issubdtype(known, kind) and known.itemsize > 1

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 
+from muon_optax.checks import is_float_dtype
 from muon_optax.cli.rules_file import RulesFile, first_match, read_rules
 from muon_optax.cli.shape_files import read_shapes
 from muon_optax.layouts import ROLES, usual_specs
@@ -134,16 +135,8 @@ def read_target(args: argparse.Namespace) -> Target:
 
 
 def check_dtype(option: str, name: str) -> None:
-    """Raises for what is no floating-point dtype.
-
-    Raises:
-      ValueError: naming the option.
-    """
-    try:
-        is_float = jnp.issubdtype(jnp.dtype(name), jnp.floating) and jnp.dtype(name).itemsize > 1
-    except TypeError:
-        is_float = False
-    if not is_float:
+    """Raises ValueError for what is no real floating-point dtype of 16 bits or more."""
+    if not is_float_dtype(name, jnp.floating):
         raise ValueError(
             f"{option} must be a floating-point dtype of 16 bits or more, got {name!r}"
         )
