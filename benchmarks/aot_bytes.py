@@ -41,13 +41,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from benchmarks.aot_formulas import chosen_bytes, fewest_bytes, ideal_flops, largest_bytes
 from benchmarks.compiled import read_program
 from benchmarks.schedule import read_schedule
-from benchmarks.shapes import LAYOUTS as KINDS
-from benchmarks.shapes import Case, like_params, model_on, placed, plain_views
+from benchmarks.shapes import LAYOUTS, ModelOnMesh, like_params, model_on, placed, plain_views
 from muon_optax import Plan, muon, plan
 from muon_optax.sharding.cost import DEVICES
 
 MODEL = "llama3-8b"
-LAYOUTS = ("fsdp_rows", "fsdp_columns", "hsdp", "fsdp_tp")
+DEFAULT_LAYOUTS = ("fsdp_rows", "fsdp_columns", "hsdp", "fsdp_tp")
 CONTESTANTS = ("muon_optax", "optax")
 DEVICE = {"cuda": "h100", "tpu": "tpu_v5p"}
 TPU_SHAPES = {8: "2x2x2", 64: "4x4x4", 512: "8x8x8"}
@@ -69,25 +68,25 @@ def make_mesh(platform: str, sizes: dict[str, int]) -> Mesh:
 
 
 def compile_step(
-    contestant: str, case: Case, where: Any, device: str
+    contestant: str, model: ModelOnMesh, where: Any, device: str
 ) -> tuple[jax.stages.Compiled, float]:
     """(params, what makes gradients, state) -> (params, state), and the seconds to compile it."""
     if contestant == "optax":
         tx = optax.contrib.muon(
-            0.02, muon_weight_dimension_numbers=plain_views(case.views), weight_decay=0.1
+            0.02, muon_weight_dimension_numbers=plain_views(model.views), weight_decay=0.1
         )
     else:
         tx = muon(
             0.02,
-            muon_weight_dimension_numbers=case.views,
+            muon_weight_dimension_numbers=model.views,
             weight_decay=0.1,
             param_shardings=where,
             device=device,
         )
-    shapes = jax.eval_shape(tx.init, case.params)
+    shapes = jax.eval_shape(tx.init, model.params)
     lies = like_params(shapes, where)
     state = placed(shapes, lies)
-    params = placed(case.params, where)
+    params = placed(model.params, where)
 
     def step(params, sources, state):
         grads = jax.lax.optimization_barrier(jax.tree.map(jnp.negative, sources))
@@ -105,24 +104,24 @@ def measure(
 ) -> dict[str, Any]:
     """One record of the results."""
     device = DEVICE[platform]
-    case = model_on(MODEL, layout, devices=devices, scanned=is_scanned)
-    mesh = make_mesh(platform, case.sizes)
+    model = model_on(MODEL, layout, devices=devices, scanned=is_scanned)
+    mesh = make_mesh(platform, model.sizes)
     where = jax.tree.map(
         lambda spec: NamedSharding(mesh, spec),
-        case.specs,
+        model.specs,
         is_leaf=lambda x: isinstance(x, PartitionSpec),
     )
-    compiled, seconds = compile_step(contestant, case, where, device)
+    compiled, seconds = compile_step(contestant, model, where, device)
     text = compiled.as_text() or ""
     program, schedule = read_program(text), read_schedule(text, DEVICES[device])
-    workspace, fewest = _workspace(compiled, placed(case.params, where)), fewest_bytes(case)
+    workspace, fewest = _workspace(compiled, placed(model.params, where)), fewest_bytes(model)
     record = {
         "platform": platform,
         "devices": devices,
         "layout": layout,
         "scanned": is_scanned,
         "contestant": contestant,
-        "mesh": case.sizes,
+        "mesh": model.sizes,
         "received": program.received,
         "received_by_kind": program.received_by_kind,
         "collectives": program.counts,
@@ -134,13 +133,13 @@ def measure(
         "share_hidden_by_model": round(schedule.share_hidden, 4),
         "model_seconds": round(schedule.seconds, 6),
         "workspace": workspace,
-        "workspace_in_largest_matrices": round(workspace / largest_bytes(case), 2),
+        "workspace_in_largest_matrices": round(workspace / largest_bytes(model), 2),
         "seconds_to_compile": round(seconds, 1),
     }
     if contestant == "optax":
         return record
-    promised = plan(case.params, where, muon_weight_dimension_numbers=case.views, device=device)
-    return record | _promises(promised, program.received, case)
+    promised = plan(model.params, where, muon_weight_dimension_numbers=model.views, device=device)
+    return record | _promises(promised, program.received, model)
 
 
 def _workspace(compiled: jax.stages.Compiled, params: Any) -> int:
@@ -154,9 +153,9 @@ def _workspace(compiled: jax.stages.Compiled, params: Any) -> int:
     return needed - grads
 
 
-def _promises(promised: Plan, received: int, case: Case) -> dict[str, Any]:
+def _promises(promised: Plan, received: int, model: ModelOnMesh) -> dict[str, Any]:
     """What the plan says, and how the program keeps to it."""
-    chosen = chosen_bytes(promised, case)
+    chosen = chosen_bytes(promised, model)
     return {
         "strategies": [
             f"{row.count} {row.strategy}" + f" over {row.share_axes}" * bool(row.share_axes)
@@ -167,7 +166,7 @@ def _promises(promised: Plan, received: int, case: Case) -> dict[str, Any]:
         "plan_bytes": promised.bytes,
         "plan_seconds": round(promised.seconds, 6),
         "busiest_flops": promised.flops,
-        "busiest_ratio": round(promised.flops / ideal_flops(case), 4),
+        "busiest_ratio": round(promised.flops / ideal_flops(model), 4),
     }
 
 
@@ -185,7 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("platform", choices=("cuda", "tpu"))
     parser.add_argument("--devices", type=int, nargs="+", default=[8, 64, 512])
-    parser.add_argument("--layouts", nargs="+", choices=sorted(KINDS), default=LAYOUTS)
+    parser.add_argument("--layouts", nargs="+", choices=sorted(LAYOUTS), default=DEFAULT_LAYOUTS)
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=["muon_optax"])
     parser.add_argument("--unstacked", action="store_true", help="a leaf a layer")
     parser.add_argument("--output", type=Path)

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.shapes import Case
+from benchmarks.shapes import ModelOnMesh
 from muon_optax import MuonDimensionNumbers, Plan
 from muon_optax.matrix_view import is_view
 from muon_optax.polar import NewtonSchulz, resolve_schedule
@@ -88,24 +88,24 @@ class Kind:
         )
 
 
-def chosen_bytes(promised: Plan, case: Case) -> float:
+def chosen_bytes(promised: Plan, model: ModelOnMesh) -> float:
     """The formulas' bytes of what a plan chose."""
-    kinds = {jax.tree_util.keystr(path, simple=True, separator="/"): k for path, k, _ in _of(case)}
+    kinds = {jax.tree_util.keystr(path, simple=True, separator="/"): k for path, k, _ in _of(model)}
     return sum(
         kinds[row.leaves[0]].received(
-            row.strategy, row.count, math.prod(case.sizes[a] for a in row.share_axes)
+            row.strategy, row.count, math.prod(model.sizes[a] for a in row.share_axes)
         )
         for row in promised.rows
     )
 
 
-def fewest_bytes(case: Case) -> float:
+def fewest_bytes(model: ModelOnMesh) -> float:
     """The formulas' bytes of the strategies with the fewest.
 
     All matrices of a kind go together, with those that lie across them where that sends less.
     """
     groups: dict[frozenset, dict[Kind, int]] = collections.defaultdict(collections.Counter)
-    for _, kind, count in _of(case):
+    for _, kind, count in _of(model):
         groups[frozenset(kind.sides)][kind] += count
     return sum(
         min(
@@ -116,30 +116,30 @@ def fewest_bytes(case: Case) -> float:
     )
 
 
-def ideal_flops(case: Case) -> float:
+def ideal_flops(model: ModelOnMesh) -> float:
     """FLOPs of the busiest device where all is shared as well as can be."""
     solver = NewtonSchulz(resolve_schedule())
-    rows = [(solver.flops(k.fan_in, k.fan_out, "bfloat16"), count) for _, k, count in _of(case)]
+    rows = [(solver.flops(k.fan_in, k.fan_out, "bfloat16"), count) for _, k, count in _of(model)]
     total = sum(flops * count for flops, count in rows)
-    return max(total / math.prod(case.sizes.values()), *(flops for flops, _ in rows))
+    return max(total / math.prod(model.sizes.values()), *(flops for flops, _ in rows))
 
 
-def largest_bytes(case: Case) -> int:
+def largest_bytes(model: ModelOnMesh) -> int:
     """Bytes of the largest matrix."""
-    return max(kind.bytes for _, kind, _ in _of(case))
+    return max(kind.bytes for _, kind, _ in _of(model))
 
 
-def _of(case: Case) -> Iterator[tuple[tuple, Kind, int]]:
+def _of(model: ModelOnMesh) -> Iterator[tuple[tuple, Kind, int]]:
     """(path, kind, number of matrices) of each leaf that Muon gets."""
-    specs = jax.tree.leaves(case.specs)
-    views = jax.tree.leaves(case.views, is_leaf=lambda x: x is None or is_view(x))
-    leaves = jax.tree_util.tree_leaves_with_path(case.params)
+    specs = jax.tree.leaves(model.specs)
+    views = jax.tree.leaves(model.views, is_leaf=lambda x: x is None or is_view(x))
+    leaves = jax.tree_util.tree_leaves_with_path(model.params)
     for (path, x), view, spec in zip(leaves, views, specs, strict=True):
         if isinstance(view, MuonDimensionNumbers):
             row, column = (_axis(a) for a in (view.reduction_axis, view.output_axis))
             along = (spec[row], spec[column])
-            cuts = [_cuts(case, entry) for entry in along]
-            replicas = math.prod(case.sizes.values()) // math.prod(cuts)
+            cuts = [_cuts(model, entry) for entry in along]
+            replicas = math.prod(model.sizes.values()) // math.prod(cuts)
             kind = Kind(x.shape[row], x.shape[column], along, cuts[0], cuts[1], replicas)
             yield path, kind, math.prod(x.shape) // (kind.fan_in * kind.fan_out)
 
@@ -150,6 +150,6 @@ def _axis(axes: Any) -> int:
     return axis
 
 
-def _cuts(case: Case, entry: str | tuple[str, ...] | None) -> int:
+def _cuts(model: ModelOnMesh, entry: str | tuple[str, ...] | None) -> int:
     axes = (entry,) if isinstance(entry, str) else entry or ()
-    return math.prod(case.sizes[a] for a in axes)
+    return math.prod(model.sizes[a] for a in axes)

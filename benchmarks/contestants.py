@@ -41,7 +41,7 @@ THEIRS = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A tree of gradients.
+    """A tree of gradients, one case of a benchmark.
 
     Attributes:
       name: as shown.

@@ -1,7 +1,7 @@
 """Real models on the usual meshes: shapes, views and specs for every benchmark.
 
->>> case = model_on("llama3-8b", "fsdp_tp", devices=64, scanned=True)
->>> case.sizes, tuple(case.specs["blocks"]["mlp"]["down"]["kernel"])
+>>> llama = model_on("llama3-8b", "fsdp_tp", devices=64, scanned=True)
+>>> llama.sizes, tuple(llama.specs["blocks"]["mlp"]["down"]["kernel"])
 ({'fsdp': 8, 'tensor': 8}, (None, 'tensor', 'fsdp'))
 """
 
@@ -18,8 +18,8 @@ from muon_optax.models import model_shapes
 
 __all__ = [
     "LAYOUTS",
-    "Case",
     "MeshLayout",
+    "ModelOnMesh",
     "gpt2_layers",
     "like_params",
     "model_on",
@@ -62,7 +62,7 @@ LAYOUTS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class ModelOnMesh:
     """A model on a mesh.
 
     Attributes:
@@ -80,13 +80,13 @@ class Case:
 
 def model_on(
     model: str, layout: str, *, devices: int, scanned: bool = False, dtype: Any = "bfloat16"
-) -> Case:
+) -> ModelOnMesh:
     """A model of `muon_optax.models` under one of `LAYOUTS`."""
     shapes = model_shapes(model, scanned=scanned, dtype=dtype)
     kind = LAYOUTS[layout]
     sizes = kind.sizes(devices)
     specs = usual_specs(shapes.params, shapes.views, sizes, fsdp=kind.fsdp)
-    return Case(shapes.params, shapes.views, sizes, specs)
+    return ModelOnMesh(shapes.params, shapes.views, sizes, specs)
 
 
 def gpt2_layers(count: int, width: int = 768) -> dict[str, tuple[int, int]]:

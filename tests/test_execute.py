@@ -19,7 +19,7 @@ WIDE, TALL = (16, 32), (32, 16)
 SHARDED = ("gather", "all_to_all")
 LONG_SIDE = (*SHARDED, "gram")
 WHOLE = ("local", *SHARDED)
-LAYOUTS = {
+MESHES = {
     "one axis": (
         {"f": 8},
         {
@@ -78,7 +78,7 @@ def trees(
     name: str, most: int | None = None
 ) -> tuple[dict[str, int], dict[str, Leaf], list[tuple[str, str]]]:
     """Mesh sizes, a leaf for each layout and strategy, and the rules that say which is which."""
-    sizes, layouts = LAYOUTS[name]
+    sizes, layouts = MESHES[name]
     leaves, rules = {}, []
     for layout, (leaf, strategies) in layouts.items():
         for strategy in (*strategies, "auto")[-most if most else None :]:
@@ -87,13 +87,13 @@ def trees(
     return sizes, leaves, rules
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", MESHES)
 def test_every_strategy_on_every_layout(name):
     sizes, leaves, rules = trees(name)
     sharded.check(leaves, make_mesh(sizes), strategy=rules)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", MESHES)
 def test_every_layout_on_auto_axes(name):
     sizes, leaves, rules = trees(name, most=1)
     mesh = make_mesh(sizes, "auto")

@@ -57,11 +57,11 @@ def program(leaves, mesh, **options) -> Program:
     return read_program(sharded.compile_update(leaves, mesh, **options))
 
 
-# Mesh, leaf, matrices on a device, N, R, and the strategies that can be.
 BY_OWNERS = ("gather", "all_to_all")
 ALL = (*BY_OWNERS, "gram")
 FLAT, GRID, CUBE = {"f": 8}, {"x": 2, "y": 4}, {"r": 2, "e": 2, "f": 2}
-LAYOUTS: dict[str, tuple[dict[str, int], Leaf, int, int, int, tuple[str, ...]]] = {
+# Mesh, leaf, matrices on a device, N, R, and the strategies that can be.
+LEAVES: dict[str, tuple[dict[str, int], Leaf, int, int, int, tuple[str, ...]]] = {
     "rows": (FLAT, Leaf((16, M, N_), P(None, "f"), STACK), 16, 8, 1, BY_OWNERS),
     "columns": (FLAT, Leaf((16, M, N_), P(None, None, "f"), STACK), 16, 8, 1, ALL),
     "tall_rows": (FLAT, Leaf((16, N_, M), P(None, "f"), STACK), 16, 8, 1, ALL),
@@ -101,9 +101,9 @@ def flops_of(leaf: Leaf) -> int:
 
 
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", LEAVES)
 def test_the_update_sends_what_the_best_strategy_needs(name, kind):
-    sizes, leaf, count, shards, replicas, possible = LAYOUTS[name]
+    sizes, leaf, count, shards, replicas, possible = LEAVES[name]
     found = program({"w": leaf}, make_mesh(sizes, kind), device=sharded.SLOW)
     formulas = {s: FORMULAS[s](count, *sizes_of(leaf), shards, replicas) for s in possible}
     assert found.received <= BAR * min(formulas.values()), (found.received_by_kind, formulas)
@@ -117,13 +117,13 @@ UNEVEN = [
     (name, count, strategy)
     for name in ("rows", "tall_rows", "two_dims", "hsdp_columns")
     for count in (16, 19, 3)
-    for strategy in LAYOUTS[name][-1]
+    for strategy in LEAVES[name][-1]
 ]
 
 
 @pytest.mark.parametrize(("name", "count", "strategy"), UNEVEN)
 def test_each_strategy_sends_what_its_formula_says(name, count, strategy):
-    sizes, leaf, _, shards, replicas, _ = LAYOUTS[name]
+    sizes, leaf, _, shards, replicas, _ = LEAVES[name]
     leaf = Leaf((count, *leaf.shape[1:]), leaf.spec, leaf.view)
     found = program({"w": leaf}, make_mesh(sizes), strategy=strategy, device=sharded.SLOW)
     formula = FORMULAS[strategy](count, *sizes_of(leaf), shards, replicas)
