@@ -17,9 +17,15 @@ import jax.numpy as jnp
 import optax
 
 from muon_optax.alias import muon
-from muon_optax.choices import Blocks, Choice, is_vector_in_disguise, named_like, views_of_blocks
 from muon_optax.matrix_view import MatrixView
 from muon_optax.rules import Rule, default_rules
+from muon_optax.system_rules import (
+    Blocks,
+    SystemRules,
+    is_vector_in_disguise,
+    named_like,
+    views_of_blocks,
+)
 
 __all__ = [
     "areal",
@@ -151,7 +157,7 @@ def llama_factory(
       >>> state.inner_states["adam"].inner_state[0].mu["reembedded"].shape
       (4, 8)
     """
-    who = Choice((named_like("embed", "lm_head", "wte", "wpe", "lora"),))
+    who = SystemRules((named_like("embed", "lm_head", "wte", "wpe", "lora"),))
     return _recipe("moonlight", learning_rate, weight_decay, options, who, decays_all=True)
 
 
@@ -197,7 +203,7 @@ def xtuner(
         named_like("embed_tokens", "lm_head"),
         Rule(is_vector_in_disguise, "adam", "one dim above 1"),
     )
-    who = Choice(rules, tuple(fused.items()), frozenset({"fused_w1w3", "fused_w2"}))
+    who = SystemRules(rules, tuple(fused.items()), frozenset({"fused_w1w3", "fused_w2"}))
     return _recipe("xtuner", learning_rate, weight_decay, options, who, decays_all=True)
 
 
@@ -265,7 +271,7 @@ def megatron(
     who = None
     if qkv_split is not None:
         view = MatrixView(-2, -1, split=qkv_split, groups=query_groups)
-        who = Choice(default_rules(), (("linear_qkv", view),))
+        who = SystemRules(default_rules(), (("linear_qkv", view),))
     return _recipe("megatron", learning_rate, weight_decay, options, who, decays_all=True)
 
 
@@ -325,7 +331,7 @@ def dion(
       (4, 16)
     """
     fused = views_of_blocks(split_sizes or {})
-    who = Choice(default_rules(), tuple(fused.items())) if fused else None
+    who = SystemRules(default_rules(), tuple(fused.items())) if fused else None
     return _recipe("dion", learning_rate, weight_decay, options, who, decays_all=True)
 
 
@@ -356,7 +362,7 @@ def _recipe(
     learning_rate: ScalarOrSchedule,
     weight_decay: ScalarOrSchedule,
     options: dict[str, Any],
-    who: Choice | None = None,
+    who: SystemRules | None = None,
     *,
     decays_all: bool = False,
 ) -> Transformation:

@@ -22,11 +22,11 @@ from muon_optax.partition import NO_VIEW, NOT_FLOAT, check_rules
 from muon_optax.rules import Label, Rule, Shape, default_rules, has_run
 from muon_optax.tree_paths import Segments, align, leaves_with_segments, path_name, raise_together
 
-__all__ = ["Choice", "Target", "add_arguments", "check_dtype", "read_target", "shardings"]
+__all__ = ["LeafChoice", "Target", "add_arguments", "check_dtype", "read_target", "shardings"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class LeafChoice:
     """What a leaf gets: its optimizer, why, and for Muon its view."""
 
     label: Label
@@ -49,7 +49,7 @@ class Target:
     name: str
     params: Any
     views: Any
-    choices: tuple[Choice, ...]
+    choices: tuple[LeafChoice, ...]
     rules: RulesFile
 
     @property
@@ -213,23 +213,23 @@ def _check_patterns(rules: RulesFile, paths: list[Segments]) -> None:
     raise_together(unused, "these patterns match no leaf:")
 
 
-def _choose(path: Segments, leaf: Any, rules: RulesFile, names: _Names) -> Choice:
+def _choose(path: Segments, leaf: Any, rules: RulesFile, names: _Names) -> LeafChoice:
     """As `muon` does: views that are given come first, then rules."""
     shape = tuple(leaf.shape)
     if not is_float_leaf(leaf):
-        return Choice("frozen", NOT_FLOAT)
+        return LeafChoice("frozen", NOT_FLOAT)
     given = first_match(rules.views, path)
     if given is not None:
-        return Choice("muon", "matrix view given", bind_view(given, shape))
+        return LeafChoice("muon", "matrix view given", bind_view(given, shape))
     rule = _first_rule(rules.rules, path, names.order(path, shape))
     if rule is not None and rule.label != "muon":
-        return Choice(rule.label, rule.reason)
+        return LeafChoice(rule.label, rule.reason)
     view = names.view(path, shape)
     if view is not None:
-        return Choice("muon", rule.reason if rule else "weight matrix", view)
+        return LeafChoice("muon", rule.reason if rule else "weight matrix", view)
     if rule is not None:
         raise ValueError(f"shape {shape}, labelled 'muon': needs two dims, or a [[views]] entry")
-    return Choice("adam", NO_VIEW)
+    return LeafChoice("adam", NO_VIEW)
 
 
 def _first_rule(own: tuple[Rule, ...], path: Segments, shape: Shape) -> Rule | None:

@@ -17,13 +17,13 @@ from muon_optax.notices import warn_about
 from muon_optax.rules import Label, Rule, Shape, has_run
 from muon_optax.tree_paths import Segments, leaves_with_segments, path_name, raise_together
 
-__all__ = ["Blocks", "Choice", "is_vector_in_disguise", "named_like", "views_of_blocks"]
+__all__ = ["Blocks", "SystemRules", "is_vector_in_disguise", "named_like", "views_of_blocks"]
 
 Blocks = int | tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class SystemRules:
     """Rules of which any may match no leaf, and the views of fused leaves.
 
     Attributes:
