@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 from oracle import gaussian, relative_error
 
-from muon_optax.polar import Exchange, NewtonSchulz, Preconditioning, resolve_schedule
+from muon_optax.polar import GramExchange, NewtonSchulz, Preconditioning, resolve_schedule
 
 DEVICES = 4
-OWNERS = Exchange(
+OWNERS = GramExchange(
     maximum=lambda x: jax.lax.pmax(x, "d"),
     reduce=lambda x: jax.lax.psum_scatter(x, "d", scatter_dimension=0, tiled=True),
     spread=lambda x: jax.lax.all_gather(x, "d", axis=0, tiled=True),
 )
-EVERYONE = Exchange(maximum=lambda x: jax.lax.pmax(x, "d"), reduce=lambda x: jax.lax.psum(x, "d"))
+EVERYONE = GramExchange(
+    maximum=lambda x: jax.lax.pmax(x, "d"), reduce=lambda x: jax.lax.psum(x, "d")
+)
 
 
 def matrices(count: int = 8, dtype: Any = jnp.float32) -> jax.Array:
@@ -26,7 +28,9 @@ def matrices(count: int = 8, dtype: Any = jnp.float32) -> jax.Array:
     return jnp.asarray(x, dtype)
 
 
-def on_devices(function: NewtonSchulz, x: jax.Array, exchange: Exchange, axis: Any) -> jax.Array:
+def on_devices(
+    function: NewtonSchulz, x: jax.Array, exchange: GramExchange, axis: Any
+) -> jax.Array:
     slices = jnp.stack(jnp.split(x, DEVICES, axis))
     run = jax.jit(jax.vmap(lambda x: function.on_slices(x, exchange, axis=axis), axis_name="d"))
     return jnp.concatenate(list(run(slices)), axis)
@@ -76,7 +80,7 @@ def test_exchanges_are_as_many_as_passes():
         return call
 
     function = NewtonSchulz(resolve_schedule("cans"))
-    on_devices(function, matrices(), Exchange(*map(counted, calls)), -1)
+    on_devices(function, matrices(), GramExchange(*map(counted, calls)), -1)
     assert calls == {"maximum": 1, "reduce": 3, "spread": 4}
 
 
@@ -92,4 +96,4 @@ def test_non_finite_values_stay_in_their_matrix():
 
 def test_empty_slices_need_no_exchange():
     function = NewtonSchulz(resolve_schedule("tight"))
-    assert function.on_slices(jnp.zeros((0, 3, 4)), Exchange()).shape == (0, 3, 4)
+    assert function.on_slices(jnp.zeros((0, 3, 4)), GramExchange()).shape == (0, 3, 4)

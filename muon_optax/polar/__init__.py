@@ -8,7 +8,7 @@ from muon_optax.polar.coefficients import (
     ScheduleName,
     gram_restarts,
 )
-from muon_optax.polar.iterate import Exchange
+from muon_optax.polar.iterate import GramExchange
 from muon_optax.polar.orthogonalizer import Method, NewtonSchulz, PrecisionName, newton_schulz
 from muon_optax.polar.remez import polar_schedule
 from muon_optax.polar.resolve import Coefficients, resolve_schedule
@@ -16,7 +16,7 @@ from muon_optax.polar.resolve import Coefficients, resolve_schedule
 __all__ = [
     "SCHEDULES",
     "Coefficients",
-    "Exchange",
+    "GramExchange",
     "Method",
     "NewtonSchulz",
     "PrecisionName",

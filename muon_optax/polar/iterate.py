@@ -17,10 +17,10 @@ from muon_optax.polar.coefficients import Row, Schedule
 from muon_optax.polar.normalize import Map, identity, precondition, scaled
 from muon_optax.polar.symmetric import commuting_product, gram_matrix, product
 
-__all__ = ["Exchange", "gram", "standard"]
+__all__ = ["GramExchange", "gram", "standard"]
 
 
-class Exchange(NamedTuple):
+class GramExchange(NamedTuple):
     """How devices that hold slices of the same matrices work together; by default, one does.
 
     Attributes:
@@ -34,7 +34,7 @@ class Exchange(NamedTuple):
     spread: Map = identity
 
 
-ALONE = Exchange()
+ALONE = GramExchange()
 
 
 def standard(x: jax.Array, schedule: Schedule, *, axis: int, precision: str | None) -> jax.Array:
@@ -71,7 +71,7 @@ def gram(
     *,
     axis: int,
     precision: str | None,
-    exchange: Exchange = ALONE,
+    exchange: GramExchange = ALONE,
 ) -> jax.Array:
     """The iteration on R = XXᴴ, which touches X only at the start, at restarts and at the end.
 

@@ -104,7 +104,7 @@ class NewtonSchulz:
         return _orthogonalize(self, x) if x.size else x
 
     def on_slices(
-        self, x: jax.Array, exchange: iterate.Exchange, *, axis: Literal[-1, -2] = -1
+        self, x: jax.Array, exchange: iterate.GramExchange, *, axis: Literal[-1, -2] = -1
     ) -> jax.Array:
         """The Gram method on matrices of which each device holds a slice of the long axis.
 
@@ -122,7 +122,7 @@ class NewtonSchulz:
         Example:
           >>> def local(x):
           ...     total = lambda x: jax.lax.psum(x, "devices")
-          ...     exchange = iterate.Exchange(lambda x: jax.lax.pmax(x, "devices"), total)
+          ...     exchange = iterate.GramExchange(lambda x: jax.lax.pmax(x, "devices"), total)
           ...     return NewtonSchulz(resolve_schedule("polar_express", 8)).on_slices(x, exchange)
           >>> slices = jnp.array([3.0, -4.0]).reshape(2, 1, 1, 1)
           >>> print(jax.vmap(local, axis_name="devices")(slices).ravel().round(3))

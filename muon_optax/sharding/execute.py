@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from muon_optax.polar import Exchange as GramExchange
+from muon_optax.polar import GramExchange
 from muon_optax.sharding.buckets import Leaf, Share
 from muon_optax.sharding.local import Solver
 from muon_optax.sharding.specs import varying_axes

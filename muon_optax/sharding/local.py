@@ -12,7 +12,7 @@ from muon_optax.dtypes import wide_dtype
 from muon_optax.matrix_view import BoundView
 from muon_optax.polar import (
     Coefficients,
-    Exchange,
+    GramExchange,
     Method,
     NewtonSchulz,
     PrecisionName,
@@ -57,7 +57,7 @@ class Solver:
         return view.merge_stack([self._in_batches(part) for part in parts])
 
     def slices(
-        self, x: jax.Array, axis: Literal[-1, -2], exchange: Exchange, axes: tuple[str, ...]
+        self, x: jax.Array, axis: Literal[-1, -2], exchange: GramExchange, axes: tuple[str, ...]
     ) -> jax.Array:
         """Orthogonalises this device's slices of matrices by the Gram method.
 
