@@ -16,7 +16,7 @@ import optax
 from muon_optax.leaf_kinds import check_arrays, dtype_of, is_float_leaf
 from muon_optax.matrix_view import BoundView, MuonDimensionNumbers, View, bind_view, is_view
 from muon_optax.notices import MuonWarning
-from muon_optax.rules import LABELS, Label, Rule, Shape, default_rules
+from muon_optax.rules import LABELS, Label, Rule, Shape, default_rules, first_rule
 from muon_optax.tree_paths import (
     Segments,
     align,
@@ -211,7 +211,7 @@ def _decide(path: Segments, leaf: Any, choose: Choose) -> Decision:
 
 def _by_view(path: Segments, shape: Shape, view: View | None) -> Outcome:
     if view is None:
-        rule = next((r for r in default_rules() if r.matches(path, shape)), None)
+        rule = first_rule(default_rules(), path, shape)
         looks = "" if rule is None else f" ({rule.reason})"
         return "adam", f"no matrix view in the given tree{looks}", None
     if not is_view(view):
@@ -222,7 +222,7 @@ def _by_view(path: Segments, shape: Shape, view: View | None) -> Outcome:
 
 
 def _by_rules(path: Segments, shape: Shape, rules: Sequence[Rule]) -> Outcome:
-    rule = next((r for r in rules if r.matches(path, shape)), None)
+    rule = first_rule(rules, path, shape)
     if rule is not None:
         return _by_label(shape, rule.label, rule.reason, f" by the rule {rule}")
     if len(shape) < 2:
@@ -303,7 +303,7 @@ def overruled(params: Any, partition: Partition, assignment: Assignment) -> list
     if rules is None:
         said = _of_floats(resolve(partition, params), params, what="labels")
         return [d for d in trained if said[d.segments] != d.label]
-    first = [next((r for r in rules if r.matches(d.segments, d.shape)), None) for d in trained]
+    first = [first_rule(rules, d.segments, d.shape) for d in trained]
     own = [(d, r) for d, r in zip(trained, first, strict=True) if r and r not in default_rules()]
     return [d for d, rule in own if rule.label != d.label]
 

@@ -4,16 +4,28 @@ import dataclasses
 import fnmatch
 import functools
 import re
-from collections.abc import Callable
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeVar, get_args
 
 from muon_optax.tree_paths import Segments
 
-__all__ = ["LABELS", "Label", "Rule", "Shape", "default_rules", "has_run", "words"]
+__all__ = [
+    "LABELS",
+    "Label",
+    "Rule",
+    "Shape",
+    "default_rules",
+    "first_match",
+    "first_rule",
+    "has_run",
+    "unmatched",
+    "words",
+]
 
 Label = Literal["muon", "adam", "frozen"]
 LABELS: tuple[str, ...] = get_args(Label)
 Shape = tuple[int, ...]
+T = TypeVar("T")
 
 _SEPARATOR = re.compile(r"[./]")
 _WILDCARD = re.compile(r"[*?\[]")
@@ -98,6 +110,36 @@ def has_run(segments: Segments, pattern: str) -> bool:
         all(fnmatch.fnmatchcase(n, w) for n, w in zip(names[i:], wanted, strict=False))
         for i in range(len(names) - len(wanted) + 1)
     )
+
+
+def first_match(table: Iterable[tuple[str, T]], segments: Segments) -> T | None:
+    """The value of the first of (pattern, value) pairs whose pattern matches the path.
+
+    Example:
+      >>> first_match([("embed", "gather"), ("*", "gram")], ("mlp", "kernel"))
+      'gram'
+    """
+    return next((value for pattern, value in table if has_run(segments, pattern)), None)
+
+
+def first_rule(rules: Iterable[Rule], segments: Segments, shape: Shape) -> Rule | None:
+    """The rule that decides about a leaf, the first that matches.
+
+    Example:
+      >>> first_rule(default_rules(), ("lm_head", "kernel"), (4, 8)).reason
+      'head'
+    """
+    return next((rule for rule in rules if rule.matches(segments, shape)), None)
+
+
+def unmatched(patterns: Iterable[str], paths: Sequence[Segments]) -> list[str]:
+    """The patterns that match none of the paths, as a mistyped name does.
+
+    Example:
+      >>> unmatched(["mlp", "mpl"], [("mlp", "kernel")])
+      ['mpl']
+    """
+    return [p for p in patterns if not any(has_run(path, p) for path in paths)]
 
 
 def _is_below_matrix(segments: Segments, shape: Shape) -> bool:

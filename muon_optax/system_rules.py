@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from muon_optax.matrix_view import MatrixView, MuonDimensionNumbers
 from muon_optax.notices import warn_about
-from muon_optax.rules import Label, Rule, Shape, has_run
+from muon_optax.rules import Label, Rule, Shape, first_match, first_rule, unmatched
 from muon_optax.tree_paths import Segments, leaves_with_segments, path_name, raise_together
 
 __all__ = ["Blocks", "SystemRules", "is_vector_in_disguise", "named_like", "views_of_blocks"]
@@ -80,7 +80,7 @@ class SystemRules:
 
     def _check_patterns(self, paths: list[Segments]) -> None:
         names = {name for name, _ in self.fused}
-        unused = {name for name in names if not any(has_run(path, name) for path in paths)}
+        unused = set(unmatched(names, paths))
         if not self.any_of <= unused:
             unused -= self.any_of
         found = ", ".join(path_name(path) for path in paths[:20])
@@ -93,11 +93,11 @@ class SystemRules:
         return self._fused_view(leaf) or plain
 
     def _is_matrix(self, leaf: "_Leaf") -> bool:
-        rule = next((r for r in self.rules if r.matches(leaf.segments, leaf.shape)), None)
+        rule = first_rule(self.rules, leaf.segments, leaf.shape)
         return len(leaf.shape) >= 2 and (rule is None or rule.label == "muon")
 
     def _fused_view(self, leaf: "_Leaf") -> MatrixView | None:
-        return next((view for name, view in self.fused if has_run(leaf.segments, name)), None)
+        return first_match(self.fused, leaf.segments)
 
 
 @dataclasses.dataclass(frozen=True)

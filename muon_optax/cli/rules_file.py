@@ -24,10 +24,10 @@ from jax.sharding import PartitionSpec
 
 from muon_optax.cli.shape_files import read_regular
 from muon_optax.matrix_view import MatrixView
-from muon_optax.rules import Rule, has_run
-from muon_optax.tree_paths import Segments, short
+from muon_optax.rules import Rule
+from muon_optax.tree_paths import short
 
-__all__ = ["RulesFile", "first_match", "read_rules"]
+__all__ = ["RulesFile", "read_rules"]
 
 T = TypeVar("T")
 
@@ -50,11 +50,6 @@ class RulesFile:
     def axes(self) -> set[str]:
         """Mesh axes that specs name."""
         return {axis for _, spec in self.shardings for dim in spec for axis in dim or ()}
-
-
-def first_match(table: tuple[tuple[str, T], ...], path: Segments) -> T | None:
-    """What the first pattern that matches gives."""
-    return next((value for pattern, value in table if has_run(path, pattern)), None)
 
 
 def read_rules(path: Path, *, torch: bool = False) -> RulesFile:

@@ -12,14 +12,22 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 
 from muon_optax.checks import is_float_dtype
-from muon_optax.cli.rules_file import RulesFile, first_match, read_rules
+from muon_optax.cli.rules_file import RulesFile, read_rules
 from muon_optax.cli.shape_files import read_shapes
 from muon_optax.layouts import ROLES, usual_specs
 from muon_optax.leaf_kinds import is_float_leaf
 from muon_optax.matrix_view import MuonDimensionNumbers, View, bind_view, is_view
 from muon_optax.models import MODELS, model_shapes
 from muon_optax.partition import NO_VIEW, NOT_FLOAT, check_rules
-from muon_optax.rules import Label, Rule, Shape, default_rules, has_run
+from muon_optax.rules import (
+    Label,
+    Shape,
+    default_rules,
+    first_match,
+    first_rule,
+    has_run,
+    unmatched,
+)
 from muon_optax.tree_paths import Segments, align, leaves_with_segments, path_name, raise_together
 
 __all__ = ["LeafChoice", "Target", "add_arguments", "check_dtype", "read_target", "shardings"]
@@ -72,7 +80,7 @@ class Target:
         return [f"{text}: {_first_names(names)}" for text, names in notes.items() if names]
 
     def _is_overruled(self, path: Segments) -> bool:
-        rule = next((rule for rule in self.rules.rules if rule.matches(path, ())), None)
+        rule = first_rule(self.rules.rules, path, ())
         return rule is not None and rule.label != "muon"
 
     @property
@@ -207,8 +215,7 @@ def _check_patterns(rules: RulesFile, paths: list[Segments]) -> None:
     unused = [
         f"[[{table}]] {pattern!r}"
         for table, rows in tables.items()
-        for pattern, _ in rows
-        if not any(has_run(path, pattern) for path in paths)
+        for pattern in unmatched((pattern for pattern, _ in rows), paths)
     ]
     raise_together(unused, "these patterns match no leaf:")
 
@@ -221,7 +228,7 @@ def _choose(path: Segments, leaf: Any, rules: RulesFile, names: _Names) -> LeafC
     given = first_match(rules.views, path)
     if given is not None:
         return LeafChoice("muon", "matrix view given", bind_view(given, shape))
-    rule = _first_rule(rules.rules, path, names.order(path, shape))
+    rule = first_rule((*rules.rules, *default_rules()), path, names.order(path, shape))
     if rule is not None and rule.label != "muon":
         return LeafChoice(rule.label, rule.reason)
     view = names.view(path, shape)
@@ -230,10 +237,6 @@ def _choose(path: Segments, leaf: Any, rules: RulesFile, names: _Names) -> LeafC
     if rule is not None:
         raise ValueError(f"shape {shape}, labelled 'muon': needs two dims, or a [[views]] entry")
     return LeafChoice("adam", NO_VIEW)
-
-
-def _first_rule(own: tuple[Rule, ...], path: Segments, shape: Shape) -> Rule | None:
-    return next((rule for rule in (*own, *default_rules()) if rule.matches(path, shape)), None)
 
 
 def shardings(target: Target, sizes: Mapping[str, int], fsdp: Any) -> Any:

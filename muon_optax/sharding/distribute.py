@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from muon_optax.checks import check_choice
 from muon_optax.matrix_view import BoundView
 from muon_optax.notices import warn_about
-from muon_optax.rules import has_run
+from muon_optax.rules import first_match, unmatched
 from muon_optax.sharding.buckets import Bucket, Leaf
 from muon_optax.sharding.buffers import Arrays, Elementwise
 from muon_optax.sharding.cost import DeviceModel, device_model
@@ -62,12 +62,10 @@ class Distribution:
         paths = [path for path, _ in leaves_with_segments(tree)]
         if not paths:  # an empty tree, or the placeholder of optax.tree_map_params
             return
-        unused = [
-            repr(pattern)
-            for pattern, _ in self.strategy
-            if not any(has_run(path, pattern) for path in paths)
-        ]
-        raise_together(unused, "these patterns of strategy match no leaf of Muon's:")
+        unused = unmatched((pattern for pattern, _ in self.strategy), paths)
+        raise_together(
+            list(map(repr, unused)), "these patterns of strategy match no leaf of Muon's:"
+        )
 
     def leaves(
         self,
@@ -126,7 +124,7 @@ class Distribution:
     def _strategy_of(self, path: Segments) -> str:
         if isinstance(self.strategy, str):
             return self.strategy
-        return next((name for pattern, name in self.strategy if has_run(path, pattern)), "auto")
+        return first_match(self.strategy, path) or "auto"
 
 
 def _strategy_names(strategy: Any) -> list[str]:
