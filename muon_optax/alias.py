@@ -8,13 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_optax.checks import (
-    check_choice,
-    check_decay,
-    check_flag,
-    check_mask,
-    check_number,
-)
+from muon_optax.checks import check_choice, check_decay, check_flag, check_mask, check_number
 from muon_optax.dispatch import dispatch
 from muon_optax.momentum import MomentumForm
 from muon_optax.partition import Partition, Views
@@ -25,12 +19,7 @@ from muon_optax.sharding.distribute import StrategyRules
 from muon_optax.sharding.local import Orthogonalizer
 from muon_optax.sharding.placement import in_its_place
 from muon_optax.transform import scale_by_muon, scale_by_shape
-from muon_optax.wrappers import (
-    chain_in_order,
-    decayed_weights,
-    in_float32,
-    in_parameter_layout,
-)
+from muon_optax.wrappers import chain_in_order, decayed_weights, in_float32, in_parameter_layout
 
 __all__ = ["WeightDecayKind", "muon"]
 
@@ -151,13 +140,15 @@ def muon(
       >>> kernel.shape, round(float(jnp.linalg.norm(kernel, 2)), 4)
       ((4, 16), 0.0295)
     """
-    numbers = {
+    if adam_learning_rate is None:
+        adam_learning_rate = learning_rate
+    schedulable = {
         "learning_rate": learning_rate,
         "weight_decay": weight_decay,
-        "adam_learning_rate": learning_rate if adam_learning_rate is None else adam_learning_rate,
+        "adam_learning_rate": adam_learning_rate,
         "adam_weight_decay": adam_weight_decay,
     }
-    for name, value in numbers.items():
+    for name, value in schedulable.items():
         check_number(name, value, schedule=True)
     for name, value in {"adam_b1": adam_b1, "adam_b2": adam_b2}.items():
         check_decay(name, value)
@@ -204,7 +195,7 @@ def muon(
 
     muon_half(None)  # checks the options now; leaves are checked at init
     adam = _adamw(
-        numbers["adam_learning_rate"],
+        adam_learning_rate,
         adam_weight_decay,
         mu_dtype,
         b1=adam_b1,
@@ -235,9 +226,9 @@ def _with_decay_and_rate(
     """Chains the pieces, the direction first in every kind: its state has one place."""
     decay = decayed_weights(weight_decay, mask)
     rate = optax.scale_by_learning_rate(learning_rate)
-    if kind == "l2":
+    if kind == "l2":  # the gradient passes the decay first
         return chain_in_order((direction, shape, decay, rate), (2, 0, 1, 3))
-    if kind == "independent":
+    if kind == "independent":  # -(rate * direction + decay * weights): the sign comes last
         step = optax.scale_by_learning_rate(learning_rate, flip_sign=False)
         return optax.chain(direction, shape, step, decay, optax.scale(-1.0))
     return optax.chain(direction, shape, decay, rate)
