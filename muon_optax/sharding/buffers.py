@@ -55,14 +55,14 @@ class Buffers:
         self._leaf, self._elementwise = leaf, elementwise
         self._is_cut, self._is_joined = is_cut, is_cut and not in_place
         self.is_written = is_cut and in_place
-        self._end = (leaf.home or leaf.layout).block
+        self._result_block = (leaf.home or leaf.layout).block
         self.arrays = [leaf.view.stack(x) for x in operands] if is_cut else list(operands)
-        self._operands, self._result = len(operands), 0
+        self._operands, self._result = len(operands), 0  # where results are among the arrays
         self._parts: dict[int, jax.Array] = {}
-        has_room = not leaf.home and operands[0].dtype == leaf.dtype
-        if self.is_written and not has_room:
+        fits_first = not leaf.home and operands[0].dtype == leaf.dtype
+        if self.is_written and not fits_first:
             self._result = len(operands)
-            self.arrays.append(leaf.view.stack(jnp.zeros(self._end, leaf.dtype)))
+            self.arrays.append(leaf.view.stack(jnp.zeros(self._result_block, leaf.dtype)))
 
     def form(self, scalars: Any, start: int, stop: int) -> jax.Array:
         """What is orthogonalised, (stop - start, *block)."""
@@ -81,7 +81,7 @@ class Buffers:
         elif self._is_cut:
             self._write(self._result, result, start)
         else:
-            self._write(0, self._leaf.view.unstack(result, self._end), start)
+            self._write(0, self._leaf.view.unstack(result, self._result_block), start)
 
     def finished(self, scalars: Any) -> Arrays:
         """The result, and the other operands."""
@@ -91,10 +91,11 @@ class Buffers:
         arrays = [self.arrays[self._result], *self.arrays[1 : self._operands]]
         if not self._is_cut:
             return tuple(arrays)
-        blocks = [self._end, *[self._leaf.layout.block] * (len(arrays) - 1)]
+        blocks = [self._result_block, *[self._leaf.layout.block] * (len(arrays) - 1)]
         return tuple(map(self._leaf.view.unstack, arrays, blocks))
 
     def _taken(self, start: int, stop: int) -> list[jax.Array]:
+        """The operands' matrices from `start` to `stop`; uncut, the operands as they are."""
         operands = self.arrays[: self._operands]
         return [x[start:stop] for x in operands] if self._is_cut else operands
 

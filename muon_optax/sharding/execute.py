@@ -1,7 +1,9 @@
 """How a chunk of matrices is brought together and sent back: one exchange for each strategy.
 
-Slices travel in the leaf's own layout; only whole matrices are transposed, merged or cut into
-blocks.
+A device passes a chunk through `pick`, `receive`, `solve` and `send`, which a strategy overrides.
+The *shards* of a matrix are the devices that hold its slices; *replicas* are groups of shards that
+hold the same slices and share the matrices between them. Slices travel in the leaf's own layout;
+only whole matrices are transposed, merged or cut into blocks.
 """
 
 import dataclasses
@@ -176,7 +178,7 @@ class _ByReplicas(Exchange):
 
 
 class _Gather(_ByReplicas):
-    """Each of them has every matrix whole, and keeps its slice."""
+    """Every shard has each matrix whole, and keeps its slice of the result."""
 
     def receive(self, x: jax.Array) -> jax.Array:
         if self.shards == 1:
@@ -191,7 +193,7 @@ class _Gather(_ByReplicas):
 
 
 class _Gram(_ByReplicas):
-    """Each of them keeps its slice; Gram matrices are summed, iterated and spread."""
+    """Every shard keeps its slice; Gram matrices are summed, iterated by owners and spread."""
 
     def solve(self, x: jax.Array, solver: Solver) -> jax.Array:
         axes, view, count = self.leaf.shard_axes, self.leaf.view, x.shape[0]
@@ -241,4 +243,5 @@ def _pad(x: jax.Array, count: int) -> jax.Array:
 
 
 def _rolled(x: jax.Array, by: int) -> jax.Array:
+    """Matrices moved on by so many places, the last ones to the front."""
     return jnp.roll(x, by, axis=0) if by else x

@@ -48,7 +48,7 @@ def run_buckets(
       buckets: from the planner.
       leaves: the leaves that were planned.
       solver: what is done with each matrix.
-      elementwise: what is done before, on the shards.
+      elementwise: what is done before the exchange, on the shards.
       operands: for each leaf the same number of arrays, all in the leaf's layout.
       in_order: whether exchanges and products are put in an order, and what becomes of a chunk is
         then written over what it was made of. XLA on CPU keeps to none, and without barriers finds
@@ -87,7 +87,7 @@ def _axes_to_map(bucket: Bucket) -> frozenset[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """Matrices `start` to `stop` of a leaf; their transposes, if it lies across the bucket's."""
+    """Matrices `start` to `stop` of a leaf, transposed if it lies across the bucket's others."""
 
     leaf: int
     start: int
@@ -148,8 +148,9 @@ class _Pipeline:
         }
 
     def _chunks(self, bucket: Bucket) -> Iterator[_Chunk]:
+        """The bucket's matrices are those of its leaves one after the other; a chunk is a run."""
         for share, start, count in bucket.chunks:
-            pieces, low = [], start
+            pieces, low = [], start  # `low` counts from the leaf's first matrix
             for i in bucket.members:
                 first, stop = max(low, 0), min(low + count, self.leaves[i].count)
                 is_across = self.leaves[i].sides != bucket.leaf.sides
@@ -160,7 +161,12 @@ class _Pipeline:
 
 
 def _staggered(items: Sequence[T], stages: int) -> Iterator[tuple[T | None, ...]]:
-    """What is in each stage, the first one first, from when the first item enters it."""
+    """What is in each stage, time after time, as items go from stage to stage.
+
+    Example:
+      >>> list(_staggered("ab", stages=2))
+      [('a', None), ('b', 'a'), (None, 'b')]
+    """
     nothing = [None] * stages
     late = [[*nothing[:k], *items, *nothing[k + 1 :]] for k in range(stages)]
     return zip(*late, strict=True)
