@@ -169,7 +169,7 @@ def needed_flops(name: str, case: Case) -> dict[str, int]:
     options: dict[str, Any] = OURS[name]
     schedule = resolve_schedule(options.get("ns_coeffs", "jordan"))
     solver = NewtonSchulz(schedule, dtype=options.get("ns_dtype"))
-    steps, passes = len(schedule.rows), len(schedule.restarts) + 1
+    steps, passes = len(schedule.rows), schedule.passes
     flops = dict.fromkeys(("float32", "bfloat16"), 0)
     own = options.get("ns_dtype", "float32")
     for m, n in (sorted(shape) for shape in case.matrices):

@@ -77,6 +77,11 @@ class Schedule:
     source: str
     needs_float32: bool = False
 
+    @property
+    def passes(self) -> int:
+        """How often the Gram method touches X: from the start, and from each restart."""
+        return len(self.restarts) + 1
+
 
 def gram_restarts(rows: Sequence[Row]) -> tuple[int, ...]:
     """Steps after which the Gram method has to restart, to stay as accurate as the standard one.

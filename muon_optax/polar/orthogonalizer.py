@@ -145,7 +145,7 @@ class NewtonSchulz:
         if self.method != "auto":
             return self.method
         m, n = sorted((m, n))
-        steps, passes = len(self.schedule.rows), len(self.schedule.restarts) + 1
+        steps, passes = len(self.schedule.rows), self.schedule.passes
         small, large = hermitian_flops(m, m), hermitian_flops(m, n) + 2 * m * m * n
         standard = steps * (large + small)
         # The Gram method's small products are float32, which takes twice as long as a half.
@@ -177,7 +177,7 @@ class NewtonSchulz:
         """
         method = self.chosen_method(m, n, dtype)
         m, n = sorted((m, n))
-        steps, passes = len(self.schedule.rows), len(self.schedule.restarts) + 1
+        steps, passes = len(self.schedule.rows), self.schedule.passes
         if method == "standard":
             return steps * (4 * m**2 * n + 2 * m**3)
         return 4 * passes * m**2 * n + (8 * steps - 6 * passes) * m**3

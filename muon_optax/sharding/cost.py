@@ -245,7 +245,7 @@ def _exchanged_and_flops(
     if strategy == "all_to_all":
         return owned * (matrix // n + _result_bytes(work)) * (n - 1), owned * work.flops
     assert solver is not None
-    passes = len(solver.schedule.restarts) + 1
+    passes = solver.schedule.passes
     gram = work.rows**2 * max(4, work.itemsize)
     # The two terms of `NewtonSchulz.flops`: products with X on slices, steps by the owner.
     products = 4 * passes * work.rows**2 * work.columns

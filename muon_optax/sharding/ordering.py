@@ -35,7 +35,5 @@ mlir.register_lowering(
     mlir.lower_fun(lambda *values: jax.lax.optimization_barrier(values), multiple_results=True),
 )
 batching.primitive_batchers[_together] = lambda values, dims: (_together.bind(*values), dims)
-ad.primitive_jvps[_together] = lambda values, tangents: (
-    _together.bind(*values),
-    tangents,
-)
+# Tangents wait for nothing: some are symbolic zeros, which aren't arrays.
+ad.primitive_jvps[_together] = lambda values, tangents: (_together.bind(*values), tangents)
