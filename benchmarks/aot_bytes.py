@@ -48,7 +48,7 @@ from muon_optax.sharding.cost import DEVICES
 MODEL = "llama3-8b"
 DEFAULT_LAYOUTS = ("fsdp_rows", "fsdp_columns", "hsdp", "fsdp_tp")
 CONTESTANTS = ("muon_optax", "optax")
-DEVICE = {"cuda": "h100", "tpu": "tpu_v5p"}
+DEVICE_MODELS = {"cuda": "h100", "tpu": "tpu_v5p"}
 TPU_SHAPES = {8: "2x2x2", 64: "4x4x4", 512: "8x8x8"}
 
 
@@ -103,7 +103,7 @@ def measure(
     platform: str, layout: str, devices: int, contestant: str, is_scanned: bool
 ) -> dict[str, Any]:
     """One record of the results."""
-    device = DEVICE[platform]
+    device = DEVICE_MODELS[platform]
     model = model_on(MODEL, layout, devices=devices, scanned=is_scanned)
     mesh = make_mesh(platform, model.sizes)
     where = jax.tree.map(

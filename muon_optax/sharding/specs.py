@@ -230,25 +230,6 @@ def whole_shapes(tree: Any, declared: Any) -> Any:
     )
 
 
-def _whole_struct(x: Any, declared: Declared, mesh: AbstractMesh) -> Any:
-    """The shape of the whole leaf of which a block is given; the block, if nothing is declared."""
-    if declared is None:
-        return x
-    spec = _normalised(_spec_of(x, declared), len(x.shape), mesh)
-    shape = _whole_shape(x.shape, spec, mesh, tuple(mesh.manual_axes))
-    return jax.ShapeDtypeStruct(shape, x.dtype)
-
-
-def _whole_shape(
-    shape: Sequence[int], spec: Sequence[Axes], mesh: Mesh | AbstractMesh, manual: Axes
-) -> tuple[int, ...]:
-    """Shape of the leaf that blocks of this shape make up along the Manual axes."""
-    return tuple(
-        n * math.prod(mesh.shape[a] for a in axes if a in manual)
-        for n, axes in zip(shape, spec, strict=True)
-    )
-
-
 def bare_spec(declared: NamedSharding | PartitionSpec) -> PartitionSpec:
     """The spec alone, without the mesh that a NamedSharding adds."""
     return declared.spec if isinstance(declared, NamedSharding) else declared
@@ -268,30 +249,25 @@ def mesh_of(x: Any, declared: Declared) -> Mesh | AbstractMesh | None:
     return None if declared is None or context.empty else context
 
 
-def _concrete_spec(x: Any) -> PartitionSpec | None:
-    """The spec that an array, or a shape struct, carries; None for a tracer."""
-    sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
-    return sharding.spec if isinstance(sharding, NamedSharding) else None
+def varying_axes(x: Any) -> frozenset[str]:
+    """Manual mesh axes over which an array's values differ, as far as its type says."""
+    return jax.typeof(x).manual_axis_type.varying
 
 
-def _spec_of(x: Any, declared: Declared) -> PartitionSpec:
-    """What the type says where it says all, else the declared spec, else a concrete array's."""
-    typed = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
-    if typed is not None and set(typed.mesh.axis_types) == {AxisType.Explicit}:
-        return typed.spec
-    if declared is not None:
-        return bare_spec(declared)
-    return _concrete_spec(x) or jax.typeof(x).sharding.spec
-
-
-def _known_axes(mesh: Mesh | AbstractMesh, x: Any, declared: Declared) -> Axes:
-    """Axes along which the layout is known."""
-    if declared is not None or _concrete_spec(x) is not None:
-        known = set(mesh.axis_names)
-    else:
-        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-        known = {a for a, kind in kinds if kind != AxisType.Auto}
-    return tuple(a for a in mesh.axis_names if a in known)
+def _check_whole(x: Any, mesh: Mesh | AbstractMesh, manual: Axes) -> None:
+    """A block taken for a matrix is silent and wrong, so what can't be told apart is refused."""
+    advice = "declare with param_shardings how the parameters lie (P() for a whole matrix)"
+    probe = jax.lax.axis_index(next(a for a in manual if mesh.shape[a] > 1))
+    if not varying_axes(probe):
+        raise ValueError(
+            f"inside a pmap, or a shard_map with check_vma=False, a block looks whole; {advice}"
+        )
+    varying = [a for a in manual if a in varying_axes(x)]
+    if varying:
+        raise ValueError(
+            f"the array of shape {x.shape} varies over {varying} inside a shard_map, so it may be "
+            f"a block of a larger matrix; {advice}"
+        )
 
 
 def _hidden_axes(x: Any) -> set[str]:
@@ -312,9 +288,30 @@ def _typed_axes(x: Any) -> set[str]:
     return {a for entry in tuple(jax.typeof(x).sharding.spec) for a in _as_axes(entry)}
 
 
-def _as_axes(entry: Any) -> Axes:
-    """An entry of a PartitionSpec as a tuple of axes."""
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+def _spec_of(x: Any, declared: Declared) -> PartitionSpec:
+    """What the type says where it says all, else the declared spec, else a concrete array's."""
+    typed = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
+    if typed is not None and set(typed.mesh.axis_types) == {AxisType.Explicit}:
+        return typed.spec
+    if declared is not None:
+        return bare_spec(declared)
+    return _concrete_spec(x) or jax.typeof(x).sharding.spec
+
+
+def _concrete_spec(x: Any) -> PartitionSpec | None:
+    """The spec that an array, or a shape struct, carries; None for a tracer."""
+    sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
+    return sharding.spec if isinstance(sharding, NamedSharding) else None
+
+
+def _known_axes(mesh: Mesh | AbstractMesh, x: Any, declared: Declared) -> Axes:
+    """Axes along which the layout is known."""
+    if declared is not None or _concrete_spec(x) is not None:
+        known = set(mesh.axis_names)
+    else:
+        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        known = {a for a, kind in kinds if kind != AxisType.Auto}
+    return tuple(a for a in mesh.axis_names if a in known)
 
 
 def _normalised(spec: PartitionSpec, rank: int, mesh: Mesh | AbstractMesh) -> tuple[Axes, ...]:
@@ -327,6 +324,30 @@ def _normalised(spec: PartitionSpec, rank: int, mesh: Mesh | AbstractMesh) -> tu
     if unknown:
         raise ValueError(f"{spec} names the axes {unknown}; the mesh has {mesh.axis_names}")
     return tuple(tuple(a for a in axes if mesh.shape[a] > 1) for axes in dims)
+
+
+def _as_axes(entry: Any) -> Axes:
+    """An entry of a PartitionSpec as a tuple of axes."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def _whole_struct(x: Any, declared: Declared, mesh: AbstractMesh) -> Any:
+    """The shape of the whole leaf of which a block is given; the block, if nothing is declared."""
+    if declared is None:
+        return x
+    spec = _normalised(_spec_of(x, declared), len(x.shape), mesh)
+    shape = _whole_shape(x.shape, spec, mesh, tuple(mesh.manual_axes))
+    return jax.ShapeDtypeStruct(shape, x.dtype)
+
+
+def _whole_shape(
+    shape: Sequence[int], spec: Sequence[Axes], mesh: Mesh | AbstractMesh, manual: Axes
+) -> tuple[int, ...]:
+    """Shape of the leaf that blocks of this shape make up along the Manual axes."""
+    return tuple(
+        n * math.prod(mesh.shape[a] for a in axes if a in manual)
+        for n, axes in zip(shape, spec, strict=True)
+    )
 
 
 def _check_divides(
@@ -350,24 +371,3 @@ def _check_nesting(spec: tuple[Axes, ...], manual: Axes) -> None:
                 f"dim {dim} lies over {axes}, but inside a shard_map over {manual} the order must "
                 f"be {(*outer, *(a for a in axes if a not in manual))}"
             )
-
-
-def _check_whole(x: Any, mesh: Mesh | AbstractMesh, manual: Axes) -> None:
-    """A block taken for a matrix is silent and wrong, so what can't be told apart is refused."""
-    advice = "declare with param_shardings how the parameters lie (P() for a whole matrix)"
-    probe = jax.lax.axis_index(next(a for a in manual if mesh.shape[a] > 1))
-    if not varying_axes(probe):
-        raise ValueError(
-            f"inside a pmap, or a shard_map with check_vma=False, a block looks whole; {advice}"
-        )
-    varying = [a for a in manual if a in varying_axes(x)]
-    if varying:
-        raise ValueError(
-            f"the array of shape {x.shape} varies over {varying} inside a shard_map, so it may be "
-            f"a block of a larger matrix; {advice}"
-        )
-
-
-def varying_axes(x: Any) -> frozenset[str]:
-    """Manual mesh axes over which an array's values differ, as far as its type says."""
-    return jax.typeof(x).manual_axis_type.varying
