@@ -136,7 +136,7 @@ def read_target(args: argparse.Namespace) -> Target:
     if args.model:
         shapes = model_shapes(args.model, scanned=args.scanned, dtype=args.dtype)
         known = dict(zip(_paths(shapes.params), _aligned(shapes.views, shapes.params), strict=True))
-        return _target(args.model, shapes.params, rules, _Names(lambda path, _: known[path]))
+        return _target(args.model, shapes.params, rules, _Conventions(lambda path, _: known[path]))
     params = read_shapes(args.shapes, args.dtype)
     name = args.shapes[0].name + (f" + {len(args.shapes) - 1}" if len(args.shapes) > 1 else "")
     return _target(name, params, rules, _TORCH if args.torch else _PLAIN)
@@ -148,95 +148,6 @@ def check_dtype(option: str, name: str) -> None:
         raise ValueError(
             f"{option} must be a floating-point dtype of 16 bits or more, got {name!r}"
         )
-
-
-def _paths(params: Any) -> list[Segments]:
-    return [path for path, _ in leaves_with_segments(params)]
-
-
-def _aligned(views: Any, params: Any) -> list[View | None]:
-    return align(views, params, what="matrix views", is_leaf=is_view)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Names:
-    """Conventions of a model.
-
-    Attributes:
-      view: the view of a leaf, if it can be a matrix.
-      order: a leaf's shape with the axes in the order [*window, in, out] that the rules know.
-    """
-
-    view: Callable[[Segments, Shape], View | None]
-    order: Callable[[Segments, Shape], Shape] = lambda _, shape: shape
-
-
-def _plain_view(path: Segments, shape: Shape) -> View | None:
-    del path
-    return MuonDimensionNumbers(0, 1) if len(shape) == 2 else None
-
-
-def _is_torch_kernel(path: Segments, shape: Shape) -> bool:
-    return len(shape) == 2 or (len(shape) > 2 and has_run(path, "conv*"))
-
-
-def _torch_view(path: Segments, shape: Shape) -> View | None:
-    inputs = tuple(range(1, len(shape)))
-    return MuonDimensionNumbers(inputs, 0) if _is_torch_kernel(path, shape) else None
-
-
-def _torch_order(path: Segments, shape: Shape) -> Shape:
-    return (*shape[2:], shape[1], shape[0]) if _is_torch_kernel(path, shape) else shape
-
-
-_PLAIN = _Names(_plain_view)
-_TORCH = _Names(_torch_view, _torch_order)
-
-
-def _target(name: str, params: Any, rules: RulesFile, names: _Names) -> Target:
-    check_rules((*rules.rules, *default_rules()), params)
-    _check_patterns(rules, _paths(params))
-    choices, problems = [], []
-    for path, leaf in leaves_with_segments(params):
-        try:
-            choices.append(_choose(path, leaf, rules, names))
-        except ValueError as error:
-            problems.append(f"{path_name(path)}: {error}")
-    raise_together(problems, "Muon can't take these leaves as declared:")
-    views = jax.tree.structure(params).unflatten([choice.view for choice in choices])
-    return Target(name, params, views, tuple(choices), rules)
-
-
-def _check_patterns(rules: RulesFile, paths: list[Segments]) -> None:
-    tables: dict[str, tuple[tuple[str, Any], ...]] = {
-        "views": rules.views,
-        "shardings": rules.shardings,
-    }
-    unused = [
-        f"[[{table}]] {pattern!r}"
-        for table, rows in tables.items()
-        for pattern in unmatched((pattern for pattern, _ in rows), paths)
-    ]
-    raise_together(unused, "these patterns match no leaf:")
-
-
-def _choose(path: Segments, leaf: Any, rules: RulesFile, names: _Names) -> LeafChoice:
-    """As `muon` does: views that are given come first, then rules."""
-    shape = tuple(leaf.shape)
-    if not is_float_leaf(leaf):
-        return LeafChoice("frozen", NOT_FLOAT)
-    given = first_match(rules.views, path)
-    if given is not None:
-        return LeafChoice("muon", "matrix view given", bind_view(given, shape))
-    rule = first_rule((*rules.rules, *default_rules()), path, names.order(path, shape))
-    if rule is not None and rule.label != "muon":
-        return LeafChoice(rule.label, rule.reason)
-    view = names.view(path, shape)
-    if view is not None:
-        return LeafChoice("muon", rule.reason if rule else "weight matrix", view)
-    if rule is not None:
-        raise ValueError(f"shape {shape}, labelled 'muon': needs two dims, or a [[views]] entry")
-    return LeafChoice("adam", NO_VIEW)
 
 
 def shardings(target: Target, sizes: Mapping[str, int], fsdp: Any) -> Any:
@@ -269,3 +180,93 @@ def shardings(target: Target, sizes: Mapping[str, int], fsdp: Any) -> Any:
             problems.append(f"{path_name(path)}: {' '.join(str(error).split())}")
     raise_together(problems, "these leaves can't lie as [[shardings]] says:")
     return jax.tree.structure(target.params).unflatten(found)
+
+
+def _paths(params: Any) -> list[Segments]:
+    return [path for path, _ in leaves_with_segments(params)]
+
+
+def _aligned(views: Any, params: Any) -> list[View | None]:
+    return align(views, params, what="matrix views", is_leaf=is_view)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Conventions:
+    """How a model's weights are laid out.
+
+    Attributes:
+      view: the view of a leaf, if it can be a matrix.
+      order: a leaf's shape with the axes in the order [*window, in, out] that the rules know.
+    """
+
+    view: Callable[[Segments, Shape], View | None]
+    order: Callable[[Segments, Shape], Shape] = lambda _, shape: shape
+
+
+def _plain_view(path: Segments, shape: Shape) -> View | None:
+    del path
+    return MuonDimensionNumbers(0, 1) if len(shape) == 2 else None
+
+
+def _is_torch_kernel(path: Segments, shape: Shape) -> bool:
+    return len(shape) == 2 or (len(shape) > 2 and has_run(path, "conv*"))
+
+
+def _torch_view(path: Segments, shape: Shape) -> View | None:
+    inputs = tuple(range(1, len(shape)))
+    return MuonDimensionNumbers(inputs, 0) if _is_torch_kernel(path, shape) else None
+
+
+def _torch_order(path: Segments, shape: Shape) -> Shape:
+    return (*shape[2:], shape[1], shape[0]) if _is_torch_kernel(path, shape) else shape
+
+
+# Weights as [in, out], and as torch has them, [out, in, *window].
+_PLAIN = _Conventions(_plain_view)
+_TORCH = _Conventions(_torch_view, _torch_order)
+
+
+def _target(name: str, params: Any, rules: RulesFile, conventions: _Conventions) -> Target:
+    check_rules((*rules.rules, *default_rules()), params)
+    _check_patterns(rules, _paths(params))
+    choices, problems = [], []
+    for path, leaf in leaves_with_segments(params):
+        try:
+            choices.append(_choose(path, leaf, rules, conventions))
+        except ValueError as error:
+            problems.append(f"{path_name(path)}: {error}")
+    raise_together(problems, "Muon can't take these leaves as declared:")
+    views = jax.tree.structure(params).unflatten([choice.view for choice in choices])
+    return Target(name, params, views, tuple(choices), rules)
+
+
+def _check_patterns(rules: RulesFile, paths: list[Segments]) -> None:
+    tables: dict[str, tuple[tuple[str, Any], ...]] = {
+        "views": rules.views,
+        "shardings": rules.shardings,
+    }
+    unused = [
+        f"[[{table}]] {pattern!r}"
+        for table, rows in tables.items()
+        for pattern in unmatched((pattern for pattern, _ in rows), paths)
+    ]
+    raise_together(unused, "these patterns match no leaf:")
+
+
+def _choose(path: Segments, leaf: Any, rules: RulesFile, conventions: _Conventions) -> LeafChoice:
+    """As `muon` does: views that are given come first, then rules."""
+    shape = tuple(leaf.shape)
+    if not is_float_leaf(leaf):
+        return LeafChoice("frozen", NOT_FLOAT)
+    given = first_match(rules.views, path)
+    if given is not None:
+        return LeafChoice("muon", "matrix view given", bind_view(given, shape))
+    rule = first_rule((*rules.rules, *default_rules()), path, conventions.order(path, shape))
+    if rule is not None and rule.label != "muon":
+        return LeafChoice(rule.label, rule.reason)
+    view = conventions.view(path, shape)
+    if view is not None:
+        return LeafChoice("muon", rule.reason if rule else "weight matrix", view)
+    if rule is not None:
+        raise ValueError(f"shape {shape}, labelled 'muon': needs two dims, or a [[views]] entry")
+    return LeafChoice("adam", NO_VIEW)
