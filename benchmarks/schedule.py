@@ -11,12 +11,12 @@ from benchmarks.compiled import Collective, Counter
 from benchmarks.hlo import Instruction, Module, parse
 from muon_optax.sharding.cost import DeviceModel
 
-__all__ = ["Schedule", "read_schedule"]
+__all__ = ["Overlap", "read_schedule"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
-    """What the schedule makes of a program on one device.
+class Overlap:
+    """How much of the exchange of one device runs under its products.
 
     Attributes:
       received: bytes received.
@@ -43,7 +43,7 @@ class Schedule:
         return 1 - self.exposed_seconds / self.exchange_seconds if self.received else 1.0
 
 
-def read_schedule(text: str, device: DeviceModel, itemsize: int = 2) -> Schedule:
+def read_schedule(text: str, device: DeviceModel, itemsize: int = 2) -> Overlap:
     """Reads a scheduled program.
 
     Args:
@@ -61,7 +61,7 @@ def read_schedule(text: str, device: DeviceModel, itemsize: int = 2) -> Schedule
         raise ValueError("the program isn't scheduled: its order says nothing")
     walk = _Walk(parse(text), device, device.rate(itemsize))
     walk.run(walk.module.entry)
-    return Schedule(walk.received, walk.covered, walk.exchange, walk.exposed, walk.clock)
+    return Overlap(walk.received, walk.covered, walk.exchange, walk.exposed, walk.clock)
 
 
 @dataclasses.dataclass
