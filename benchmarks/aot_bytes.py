@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
 from benchmarks.aot_formulas import chosen_bytes, fewest_bytes, ideal_flops, largest_bytes
 from benchmarks.compiled import read_program
@@ -105,12 +105,7 @@ def measure(
     """One record of the results."""
     device = DEVICE_MODELS[platform]
     model = model_on(MODEL, layout, devices=devices, scanned=is_scanned)
-    mesh = make_mesh(platform, model.sizes)
-    where = jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec),
-        model.specs,
-        is_leaf=lambda x: isinstance(x, PartitionSpec),
-    )
+    where = model.shardings(make_mesh(platform, model.sizes))
     compiled, seconds = compile_step(contestant, model, where, device)
     text = compiled.as_text() or ""
     program, schedule = read_program(text), read_schedule(text, DEVICES[device])

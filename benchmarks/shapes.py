@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any, Literal
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from muon_optax import MatrixView, MuonDimensionNumbers
 from muon_optax.layouts import usual_specs
@@ -76,6 +76,10 @@ class ModelOnMesh:
     views: Any
     sizes: dict[str, int]
     specs: Any
+
+    def shardings(self, mesh: Mesh | AbstractMesh) -> Any:
+        """A NamedSharding a leaf, on a mesh of these sizes."""
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.specs)
 
 
 def model_on(

@@ -2,9 +2,8 @@
 
 import doctest
 
-import jax
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh
 
 from benchmarks import aot_formulas
 from benchmarks.aot_formulas import chosen_bytes, fewest_bytes, ideal_flops, largest_bytes
@@ -24,17 +23,13 @@ MATRICES = 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336) * 2  # bytes
     ],
 )
 def test_plans_keep_to_the_formulas(layout, devices, received):
-    case = model_on("llama3-8b", layout, devices=devices, scanned=True)
-    mesh = AbstractMesh(tuple(case.sizes.values()), tuple(case.sizes))
-    where = jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec),
-        case.specs,
-        is_leaf=lambda x: isinstance(x, PartitionSpec),
-    )
-    promised = plan(case.params, where, muon_weight_dimension_numbers=case.views, device="h100")
-    assert promised.bytes == chosen_bytes(promised, case) == fewest_bytes(case) == received
-    assert promised.flops == ideal_flops(case)
-    assert largest_bytes(case) == 4096 * 14336 * 2
+    model = model_on("llama3-8b", layout, devices=devices, scanned=True)
+    mesh = AbstractMesh(tuple(model.sizes.values()), tuple(model.sizes))
+    where = model.shardings(mesh)
+    promised = plan(model.params, where, muon_weight_dimension_numbers=model.views, device="h100")
+    assert promised.bytes == chosen_bytes(promised, model) == fewest_bytes(model) == received
+    assert promised.flops == ideal_flops(model)
+    assert largest_bytes(model) == 4096 * 14336 * 2
 
 
 def test_kinds_that_lie_across_each_other_go_together_where_that_sends_less():

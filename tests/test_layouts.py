@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.shapes import LAYOUTS, model_on, plain_views
@@ -75,7 +75,7 @@ def test_unknown_axes_and_wrong_views():
 def test_every_model_can_be_planned_on_every_layout(model, layout):
     case = model_on(model, layout, devices=128, scanned=True)
     mesh = AbstractMesh(tuple(case.sizes.values()), tuple(case.sizes))
-    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), case.specs)
+    where = case.shardings(mesh)
     made = plan(case.params, where, muon_weight_dimension_numbers=case.views, device="h100")
     assert made.bytes > 0 or layout == "ddp"  # replicas may find sharing dearer than doing all
     found = report(case.params, muon_weight_dimension_numbers=case.views)
