@@ -198,7 +198,12 @@ def test_the_bytes_of_compiled_programs():
     places = {(record["platform"], record["devices"]) for record in ours}
     assert {("cuda", 8), ("cuda", 64), ("cuda", 512), ("cuda", 1024)} <= places
     assert "tpu" in {platform for platform, _ in places}
-    assert all(round(record["received"] / record["formula"], 2) == 1 for record in ours)
+    # Never more than the formula; in one program XLA for TPUs sends less than the plan asks for.
+    of_formula = [round(record["received"] / record["formula"], 2) for record in ours]
+    assert max(of_formula) == 1
+    assert [r for r, ratio in zip(ours, of_formula, strict=True) if ratio < 1] == [
+        r for r in ours if (r["platform"], r["devices"], r["layout"]) == ("tpu", 512, "hsdp")
+    ]
     names = ("platform", "devices", "layout", "contestant", "scanned")
     received = {tuple(record[n] for n in names): record["received"] for record in records}
     for layout, *cells in rows_of("sharding.md", "| Llama-3-8B, 64 H100s"):
