@@ -1,13 +1,10 @@
 """The arrays of one leaf while it passes through the pipeline.
 
-A leaf that passes whole stays as it is. One that is cut in chunks is stacked, (matrices, ...). What
-becomes of a chunk is written over what it was made of, so that it takes no memory of its own. XLA
-on CPU drops the barriers that would order reads and writes, and would copy the whole stack for each
-chunk; there the parts are joined at the end.
+A leaf that passes whole stays as it is. One that is cut in chunks is stacked, (matrices, ...).
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +12,7 @@ import jax.numpy as jnp
 
 from muon_optax.sharding.buckets import Leaf
 
-__all__ = ["Arrays", "Buffers", "Elementwise"]
+__all__ = ["Arrays", "Buffers", "Elementwise", "make_buffers"]
 
 Arrays = tuple[jax.Array, ...]
 
@@ -36,75 +33,115 @@ class Elementwise:
 
 
 class Buffers:
-    """A leaf's operands, and what becomes of them.
+    """A leaf's operands, and what becomes of them, where the leaf passes whole.
 
     Attributes:
       arrays: the operands, or what has replaced them.
       is_written: whether results are written into one of the arrays, chunk after chunk.
     """
 
-    def __init__(
-        self,
-        leaf: Leaf,
-        operands: Arrays,
-        elementwise: Elementwise,
-        *,
-        is_cut: bool,
-        in_place: bool,
-    ):
+    is_written = False
+
+    def __init__(self, leaf: Leaf, operands: Arrays, elementwise: Elementwise):
         self._leaf, self._elementwise = leaf, elementwise
-        self._is_cut, self._is_joined = is_cut, is_cut and not in_place
-        self.is_written = is_cut and in_place
         self._result_block = (leaf.home or leaf.layout).block
-        self.arrays = [leaf.view.stack(x) for x in operands] if is_cut else list(operands)
-        self._operands, self._result = len(operands), 0  # where results are among the arrays
-        self._parts: dict[int, jax.Array] = {}
-        fits_first = not leaf.home and operands[0].dtype == leaf.dtype
-        if self.is_written and not fits_first:
+        self.arrays = list(operands)
+
+    def form(self, scalars: Any, start: int, stop: int) -> jax.Array:
+        """What is orthogonalised of matrices `start` to `stop`, (stop - start, *block)."""
+        del start, stop
+        return self._leaf.view.stack(self._mixed(scalars, self.arrays))
+
+    def keep(self, scalars: Any, start: int, stop: int) -> None:
+        """Replaces all operands but the first."""
+        del start, stop
+        self.arrays[1:] = self._kept(scalars, self.arrays)
+
+    def put(self, results: jax.Array, start: int) -> None:
+        """Replaces the first operand by results (count, *block), the first of matrix `start`."""
+        del start
+        self.arrays[0] = self._leaf.view.unstack(results, self._result_block)
+
+    def finished(self, scalars: Any) -> Arrays:
+        """The result, and the other operands."""
+        del scalars
+        return tuple(self.arrays)
+
+    def _mixed(self, scalars: Any, operands: Sequence[jax.Array]) -> jax.Array:
+        return self._elementwise.prepare(scalars, *operands).astype(self._leaf.dtype)
+
+    def _kept(self, scalars: Any, operands: Sequence[jax.Array]) -> list[jax.Array]:
+        kept = self._elementwise.keep(scalars, *operands)
+        return [new.astype(old.dtype) for new, old in zip(kept, operands[1:], strict=True)]
+
+
+class _Written(Buffers):
+    """The same of a leaf that is cut: a chunk takes no memory of its own.
+
+    What becomes of it is written over what it was made of, or, where the first operand has another
+    dtype or place than the results, into an array that is added to the operands.
+    """
+
+    is_written = True
+
+    def __init__(self, leaf: Leaf, operands: Arrays, elementwise: Elementwise):
+        super().__init__(leaf, tuple(map(leaf.view.stack, operands)), elementwise)
+        self._operands, self._result = len(operands), 0
+        if leaf.home or operands[0].dtype != leaf.dtype:
             self._result = len(operands)
             self.arrays.append(leaf.view.stack(jnp.zeros(self._result_block, leaf.dtype)))
 
     def form(self, scalars: Any, start: int, stop: int) -> jax.Array:
-        """What is orthogonalised, (stop - start, *block)."""
-        x = self._elementwise.prepare(scalars, *self._taken(start, stop)).astype(self._leaf.dtype)
-        return x if self._is_cut else self._leaf.view.stack(x)
+        return self._mixed(scalars, self._taken(start, stop))
 
     def keep(self, scalars: Any, start: int, stop: int) -> None:
-        """Replaces all operands but the first."""
-        if not self._is_joined:
-            self._keep(scalars, start, stop)
+        for k, new in enumerate(self._kept(scalars, self._taken(start, stop)), start=1):
+            self._write(k, new, start)
 
-    def put(self, result: jax.Array, start: int) -> None:
-        """Replaces the first operand by results (count, *block)."""
-        if self._is_joined:
-            self._parts[start] = result
-        elif self._is_cut:
-            self._write(self._result, result, start)
-        else:
-            self._write(0, self._leaf.view.unstack(result, self._result_block), start)
+    def put(self, results: jax.Array, start: int) -> None:
+        self._write(self._result, results, start)
 
     def finished(self, scalars: Any) -> Arrays:
-        """The result, and the other operands."""
-        if self._is_joined:
-            self._keep(scalars, 0, self._leaf.count)
-            self.arrays[0] = jnp.concatenate([self._parts[start] for start in sorted(self._parts)])
-        arrays = [self.arrays[self._result], *self.arrays[1 : self._operands]]
-        if not self._is_cut:
-            return tuple(arrays)
-        blocks = [self._result_block, *[self._leaf.layout.block] * (len(arrays) - 1)]
-        return tuple(map(self._leaf.view.unstack, arrays, blocks))
+        unstack, block = self._leaf.view.unstack, self._leaf.layout.block
+        kept = (unstack(x, block) for x in self.arrays[1 : self._operands])
+        return unstack(self.arrays[self._result], self._result_block), *kept
 
     def _taken(self, start: int, stop: int) -> list[jax.Array]:
-        """The operands' matrices from `start` to `stop`; uncut, the operands as they are."""
-        operands = self.arrays[: self._operands]
-        return [x[start:stop] for x in operands] if self._is_cut else operands
-
-    def _keep(self, scalars: Any, start: int, stop: int) -> None:
-        kept = self._elementwise.keep(scalars, *self._taken(start, stop))
-        for k, new in enumerate(kept, start=1):
-            self._write(k, new.astype(self.arrays[k].dtype), start)
+        return [x[start:stop] for x in self.arrays[: self._operands]]
 
     def _write(self, k: int, new: jax.Array, start: int) -> None:
-        if self._is_cut and len(new) < len(self.arrays[k]):
-            new = jax.lax.dynamic_update_slice_in_dim(self.arrays[k], new, start, 0)
-        self.arrays[k] = new
+        self.arrays[k] = jax.lax.dynamic_update_slice_in_dim(self.arrays[k], new, start, 0)
+
+
+class _Joined(Buffers):
+    """The same for a compiler that keeps to no order, as XLA on CPU, and would copy written arrays.
+
+    The parts are joined at the end.
+    """
+
+    def __init__(self, leaf: Leaf, operands: Arrays, elementwise: Elementwise):
+        super().__init__(leaf, operands, elementwise)
+        self._stacks = [leaf.view.stack(x) for x in operands]
+        self._parts: dict[int, jax.Array] = {}
+
+    def form(self, scalars: Any, start: int, stop: int) -> jax.Array:
+        return self._mixed(scalars, [x[start:stop] for x in self._stacks])
+
+    def keep(self, scalars: Any, start: int, stop: int) -> None:
+        pass
+
+    def put(self, results: jax.Array, start: int) -> None:
+        self._parts[start] = results
+
+    def finished(self, scalars: Any) -> Arrays:
+        results = jnp.concatenate([self._parts[start] for start in sorted(self._parts)])
+        kept = self._kept(scalars, self.arrays)
+        return self._leaf.view.unstack(results, self._result_block), *kept
+
+
+def make_buffers(
+    leaf: Leaf, operands: Arrays, elementwise: Elementwise, *, is_cut: bool, in_order: bool
+) -> Buffers:
+    """The buffers of a leaf, cut in chunks or not, for a compiler that keeps to an order or not."""
+    kind = (_Written if in_order else _Joined) if is_cut else Buffers
+    return kind(leaf, operands, elementwise)

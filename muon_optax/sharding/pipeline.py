@@ -14,6 +14,7 @@ would move the exchange before it and send more.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from muon_optax.sharding.buckets import Bucket, Leaf
-from muon_optax.sharding.buffers import Arrays, Buffers, Elementwise
+from muon_optax.sharding.buffers import Arrays, Buffers, Elementwise, make_buffers
 from muon_optax.sharding.execute import Exchange, exchange_for
 from muon_optax.sharding.local import Solver
 from muon_optax.sharding.ordering import together
@@ -141,11 +142,8 @@ class _Pipeline:
     def _buffers(self, chunks: Sequence[_Chunk], operands: dict[int, Arrays]) -> dict[int, Buffers]:
         pieces = [piece for chunk in chunks for piece in chunk.pieces]
         cut = {p.leaf for p in pieces if p.stop - p.start < self.leaves[p.leaf].count}
-        options = {"in_place": self.in_order}
-        return {
-            i: Buffers(self.leaves[i], arrays, self.elementwise, is_cut=i in cut, **options)
-            for i, arrays in operands.items()
-        }
+        make = functools.partial(make_buffers, elementwise=self.elementwise, in_order=self.in_order)
+        return {i: make(self.leaves[i], arrays, is_cut=i in cut) for i, arrays in operands.items()}
 
     def _chunks(self, bucket: Bucket) -> Iterator[_Chunk]:
         """The bucket's matrices are those of its leaves one after the other; a chunk is a run."""
