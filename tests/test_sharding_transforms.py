@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import FAST, STACK, Leaf, make_mesh
 
-from muon_optax import MuonWarning, muon, scale_by_muon
+from muon_optax import MuonDimensionNumbers, MuonWarning, muon, scale_by_muon
 
 KINDS = ["explicit", "auto"]
 SPECS = {"w": P("f"), "b": P()}
@@ -68,6 +68,27 @@ def test_members_with_whole_matrices_under_vmap(kind, spec):
     assert error <= 1e-5
     if kind == "explicit":
         sharded.assert_lies(updates, where)
+
+
+@pytest.mark.parametrize("spec", [P("m"), P("m", None, None, "f")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_members_whose_results_are_written_to_a_place_of_their_own(kind, spec):
+    mesh = make_mesh({"m": 2, "f": 4}, kind)
+    leaf = Leaf((2, 9, 16, 32), spec, MuonDimensionNumbers(2, 3))
+    x = leaf.gradient(0)
+    inner = P(*tuple(spec)[1:])
+    tx = scale_by_muon(
+        FAST,
+        weight_dimension_numbers=STACK,
+        mu_dtype="bfloat16",
+        param_shardings=inner if kind == "auto" else None,
+        device=sharded.OVERLAPPING,
+        max_workspace_bytes=1,
+    )
+    step = jax.vmap(lambda g: tx.update(g, tx.init(g))[0])
+    updates = sharded.jit(step)(jax.device_put(x, NamedSharding(mesh, spec)))
+    want = sharded.answers({"w": leaf}, {"w": x})["w"]
+    assert sharded.worst_error(leaf, updates, want) <= 4e-2
 
 
 @pytest.mark.parametrize(

@@ -86,10 +86,9 @@ class _Written(Buffers):
 
     def __init__(self, leaf: Leaf, operands: Arrays, elementwise: Elementwise):
         super().__init__(leaf, tuple(map(leaf.view.stack, operands)), elementwise)
-        self._operands, self._result = len(operands), 0
-        if leaf.home or operands[0].dtype != leaf.dtype:
-            self._result = len(operands)
-            self.arrays.append(leaf.view.stack(jnp.zeros(self._result_block, leaf.dtype)))
+        fits_first = not leaf.home and operands[0].dtype == leaf.dtype
+        self._operands = len(operands)
+        self._result = 0 if fits_first else len(operands)  # where results are among the arrays
 
     def form(self, scalars: Any, start: int, stop: int) -> jax.Array:
         return self._mixed(scalars, self._taken(start, stop))
@@ -99,6 +98,8 @@ class _Written(Buffers):
             self._write(k, new, start)
 
     def put(self, results: jax.Array, start: int) -> None:
+        if self._result == len(self.arrays):
+            self.arrays.append(_zeros_like_results(results, self._leaf.count))
         self._write(self._result, results, start)
 
     def finished(self, scalars: Any) -> Arrays:
@@ -145,3 +146,9 @@ def make_buffers(
     """The buffers of a leaf, cut in chunks or not, for a compiler that keeps to an order or not."""
     kind = (_Written if in_order else _Joined) if is_cut else Buffers
     return kind(leaf, operands, elementwise)
+
+
+def _zeros_like_results(results: jax.Array, count: int) -> jax.Array:
+    """A place for `count` results that lies like one: also where a `vmap` hides a mesh axis."""
+    one = results[(slice(1),) * results.ndim]
+    return jnp.broadcast_to(jnp.where(False, one, 0), (count, *results.shape[1:]))
