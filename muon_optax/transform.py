@@ -353,7 +353,7 @@ _AS_THEY_ARE = Elementwise(
 def _ends(homes: Sequence[Layout | None], leaves: Sequence[Leaf]) -> list[Layout | None]:
     """Where results still have to go; None where they lie as they should."""
     return [
-        home if home and home.spec != leaf.layout.spec else None
+        home if home and home.type_key != leaf.layout.type_key else None
         for home, leaf in zip(homes, leaves, strict=True)
     ]
 

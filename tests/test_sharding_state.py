@@ -208,6 +208,39 @@ def test_momentum_that_lies_elsewhere(kind, strategy):
         sharded.assert_lies(state.mu[name], there[name])
 
 
+SIZE_ONE = {
+    "rows": (P(), P(("f", "o"))),
+    "columns": (P(None, "o"), P("o", "f")),
+    "both": (P(), P("f", "t")),
+    "nothing_moves": (P("f"), P(("o", "f"))),
+}
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto", {"f": "explicit", "o": "auto", "t": "auto"}])
+def test_momentum_that_lies_elsewhere_along_axes_of_size_one(kind):
+    mesh = make_mesh({"f": 4, "o": 1, "t": 2}, kind)
+    leaves = {name: Leaf((16, 32), home) for name, (home, _) in SIZE_ONE.items()}
+    leaves["layers"] = Leaf((3, 16, 32), P(), STACK)
+    where = sharded.shardings(leaves, mesh)
+    there = {name: NamedSharding(mesh, spec) for name, (_, spec) in SIZE_ONE.items()}
+    there["layers"] = NamedSharding(mesh, P("o", None, "f"))
+    tx = scale_by_muon(
+        FAST,
+        weight_dimension_numbers=sharded.views(leaves),
+        param_shardings=where,
+        mu_shardings=there,
+    )
+    grads = sharded.gradients(leaves)
+    placed = jax.device_put(grads, where)
+    updates, state = sharded.jit(tx.update)(placed, sharded.jit(tx.init)(placed))
+    for name, want in sharded.answers(leaves, grads).items():
+        assert sharded.worst_error(leaves[name], updates[name], want) <= 1e-5
+        sharded.assert_lies(updates[name], where[name])
+        sharded.assert_lies(state.mu[name], there[name])
+        if kind == "explicit":
+            assert jax.typeof(updates[name]) == jax.typeof(placed[name])
+
+
 def zero_1():
     """The optimizer of replicated parameters with sharded momentum."""
     where, params = make(sizes={"f": 8}, specs=dict.fromkeys(SHAPES, P()))

@@ -88,7 +88,7 @@ class Distribution:
         paths = [path for path, _ in leaves_with_segments(tree)]
         layouts = read_layouts(tree, self.param_shardings)
         ends = [
-            home if home and _ends_whole(view, layout, home) else None
+            home and _whole_end(view, layout, home)
             for view, layout, home in zip(views, layouts, homes or [None] * len(views), strict=True)
         ]
         names = [jnp.dtype(dtype).name for dtype in dtypes]
@@ -148,9 +148,14 @@ def _device_kind(layout: Layout) -> str | None:
     return getattr(device, "device_kind", None)
 
 
-def _ends_whole(view: BoundView, layout: Layout, home: Layout) -> bool:
-    """Whether the results go whole to every device that had a slice."""
+def _whole_end(view: BoundView, layout: Layout, home: Layout) -> Layout | None:
+    """How results lie that go whole to every device that had a slice; None if they don't.
+
+    Axes of size 1 stay as they are, wherever the home has them: inside a shard_map, results vary
+    over them.
+    """
     same_batch = all(home.spec[a] == layout.spec[a] for a in view.batch_axes) if home.spec else True
     is_known = bool(layout.known and home.known) and layout.mesh == home.mesh
-    is_cut = layout.count(layout.axes_of(view.stack_axes)) > 1
-    return is_known and is_cut and same_batch and not home.axes_of(view.stack_axes)
+    cut_by = layout.axes_of(view.stack_axes)
+    goes_whole = is_known and bool(cut_by) and same_batch and not home.axes_of(view.stack_axes)
+    return layout.without(cut_by) if goes_whole else None

@@ -16,6 +16,7 @@ from muon_optax.sharding.specs import (
     is_spec,
     mesh_of,
     read_layouts,
+    spec_without,
 )
 from muon_optax.tree_paths import align, graft
 
@@ -60,10 +61,14 @@ def _placed(x: jax.Array, declared: Declared) -> jax.Array:
     if declared is None or mesh is None:
         return x
     spec = bare_spec(declared)
-    if AxisType.Explicit in mesh.axis_types:
-        lies_there = jax.typeof(x).sharding.spec == spec
-        return x if lies_there else jax.sharding.reshard(x, NamedSharding(mesh, spec))
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    if mesh.explicit_axes:
+        typed = spec_without(spec, mesh.auto_axes)
+        lies_there = jax.typeof(x).sharding.spec == typed
+        x = x if lies_there else jax.sharding.reshard(x, NamedSharding(mesh, typed))
+    if set(mesh.axis_types) != {AxisType.Explicit}:
+        rest = spec_without(spec, mesh.explicit_axes)
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, rest))
+    return x
 
 
 def typed_specs(tree: Any) -> Any:

@@ -27,6 +27,7 @@ __all__ = [
     "mesh_of",
     "read_layout",
     "read_layouts",
+    "spec_without",
     "varying_axes",
     "whole_shapes",
 ]
@@ -102,8 +103,12 @@ class Layout:
     @property
     def partition_spec(self) -> PartitionSpec:
         """The spec as JAX writes it, without the axes that are Manual already."""
-        dims = [tuple(a for a in _as_axes(e) if a not in self.manual) for e in self.written or ()]
-        return PartitionSpec(*(axes or None for axes in dims))
+        return spec_without(self.written, self.manual)
+
+    def without(self, axes: Axes) -> "Layout":
+        """How the leaf lies where these mesh axes don't cut it."""
+        spec = tuple(tuple(a for a in dim if a not in axes) for dim in self.spec)
+        return dataclasses.replace(self, spec=spec, written=spec_without(self.written, axes))
 
 
 def declared_specs(where: Any, params: Any) -> list[Declared]:
@@ -233,6 +238,12 @@ def whole_shapes(tree: Any, declared: Any) -> Any:
 def bare_spec(declared: NamedSharding | PartitionSpec) -> PartitionSpec:
     """The spec alone, without the mesh that a NamedSharding adds."""
     return declared.spec if isinstance(declared, NamedSharding) else declared
+
+
+def spec_without(spec: PartitionSpec | None, axes: Sequence[str]) -> PartitionSpec:
+    """The spec without some mesh axes."""
+    dims = [tuple(a for a in _as_axes(entry) if a not in axes) for entry in spec or ()]
+    return PartitionSpec(*(dim or None for dim in dims))
 
 
 def mesh_of(x: Any, declared: Declared) -> Mesh | AbstractMesh | None:
