@@ -34,6 +34,7 @@ from muon_optax.sharding.cost import DeviceModel
 from muon_optax.sharding.distribute import Distribution, StrategyRules
 from muon_optax.sharding.local import Orthogonalizer, make_solver
 from muon_optax.sharding.placement import (
+    check_stays,
     homes_of,
     in_its_place,
     place,
@@ -306,6 +307,7 @@ def scale_by_muon(
     def init(params):
         spread.check_patterns(params)
         _bound_views(whole_shapes(params, param_shardings), weight_dimension_numbers)
+        check_stays(params, param_shardings, mu_shardings)
         state = buffer.init_state(params)
         if mu_shardings is None:
             return state
@@ -316,6 +318,7 @@ def scale_by_muon(
         like = updates if params is None else graft(params, updates)
         homes = homes_of(like, param_shardings)
         check_belongs(state, updates)
+        check_stays(updates, param_shardings, mu_shardings)
         updates = place(updates, typed_specs(state.mu) if mu_shardings is None else mu_shardings)
         views = _bound_views(whole_shapes(updates, working_shardings), weight_dimension_numbers)
         treedef = jax.tree.structure(updates)

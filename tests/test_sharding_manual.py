@@ -13,7 +13,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import FAST, STACK, Leaf, make_mesh
 
-from muon_optax import MatrixView, muon, orthogonalize, scale_by_muon, scale_by_shape
+from muon_optax import (
+    MatrixView,
+    MuonState,
+    muon,
+    orthogonalize,
+    scale_by_muon,
+    scale_by_shape,
+)
 
 LEAVES = {
     "rows": Leaf((16, 32), P("f")),
@@ -218,6 +225,22 @@ def undeclared(check_vma, spec, declared=None):
 def test_an_undeclared_block_is_an_error_that_names_the_leaf():
     with pytest.raises(ValueError, match=r"decoder/kernel.*varies over \['f'\].*param_shardings"):
         undeclared(True, P("f"))
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+@pytest.mark.parametrize(("spec", "there"), [(P("f"), P()), (P(), P("f")), (P("f"), P(None, "f"))])
+def test_momentum_cannot_lie_elsewhere(spec, there, kind):
+    tx = scale_by_muon(FAST, param_shardings=spec, mu_shardings=there)
+    mesh = make_mesh({"f": 8}, kind)
+    tree = jax.device_put({"kernel": np.ones((16, 32), np.float32)}, NamedSharding(mesh, spec))
+    state = MuonState(np.zeros((), np.int32), tree)
+    specs = (spec, MuonState(P(), spec))
+    for function in (tx.update, lambda x, _: tx.init(x).mu):
+        mapped = jax.shard_map(
+            lambda x, s, f=function: f(x, s)[0], mesh=mesh, in_specs=specs, out_specs=spec
+        )
+        with pytest.raises(ValueError, match=r"kernel: mu_shardings P\(.*\), parameter P\("):
+            jax.jit(mapped).lower(tree, state)
 
 
 @pytest.mark.parametrize("spec", [P("f"), P()])

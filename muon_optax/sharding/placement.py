@@ -18,10 +18,11 @@ from muon_optax.sharding.specs import (
     read_layouts,
     spec_without,
 )
-from muon_optax.tree_paths import align, graft
+from muon_optax.tree_paths import align, graft, leaves_with_segments, path_name, raise_together
 
 __all__ = [
     "HOST_MEMORY",
+    "check_stays",
     "homes_of",
     "in_its_place",
     "is_on_host",
@@ -86,6 +87,33 @@ def homes_of(tree: Any, declared: Any) -> list[Layout | None]:
     if jax.sharding.get_abstract_mesh().manual_axes:  # blocks stay on the devices of a shard_map
         return [None] * len(jax.tree.leaves(tree))
     return list(read_layouts(tree, declared))
+
+
+def check_stays(tree: Any, declared: Any, there: Any) -> None:
+    """Raises for leaves that should lie elsewhere along the axes of the user's shard_map.
+
+    Blocks can't be moved from inside it, and taken for others they would be silently wrong.
+
+    Raises:
+      ValueError: listing the leaves.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if there is None or not manual:
+        return
+    rows = zip(
+        leaves_with_segments(tree),
+        read_layouts(tree, declared),
+        read_layouts(tree, there),
+        strict=True,
+    )
+    problems = [
+        f"{path_name(path)}: mu_shardings {new.written}, parameter {old.written}"
+        for (path, _), old, new in rows
+        if old.cut_by(manual) != new.cut_by(manual)
+    ]
+    raise_together(
+        problems, f"inside a shard_map over {manual} momentum must lie there like its parameter:"
+    )
 
 
 def is_on_host(x: Any) -> bool:

@@ -105,6 +105,10 @@ class Layout:
         """The spec as JAX writes it, without the axes that are Manual already."""
         return spec_without(self.written, self.manual)
 
+    def cut_by(self, axes: Axes) -> tuple[Axes, ...]:
+        """Which of these mesh axes cut each dim."""
+        return tuple(tuple(a for a in dim if a in axes) for dim in self.spec)
+
     def without(self, axes: Axes) -> "Layout":
         """How the leaf lies where these mesh axes don't cut it."""
         spec = tuple(tuple(a for a in dim if a not in axes) for dim in self.spec)
