@@ -230,11 +230,12 @@ def test_an_undeclared_block_is_an_error_that_names_the_leaf():
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 @pytest.mark.parametrize(("spec", "there"), [(P("f"), P()), (P(), P("f")), (P("f"), P(None, "f"))])
 def test_momentum_cannot_lie_elsewhere(spec, there, kind):
-    tx = scale_by_muon(FAST, param_shardings=spec, mu_shardings=there)
+    tx: Any = scale_by_muon(FAST, param_shardings=spec, mu_shardings=there)
     mesh = make_mesh({"f": 8}, kind)
     tree = jax.device_put({"kernel": np.ones((16, 32), np.float32)}, NamedSharding(mesh, spec))
-    state = MuonState(np.zeros((), np.int32), tree)
-    specs = (spec, MuonState(P(), spec))
+    state = MuonState(jnp.zeros((), jnp.int32), tree)
+    whole: Any = P()
+    specs = (spec, MuonState(whole, spec))
     for function in (tx.update, lambda x, _: tx.init(x).mu):
         mapped = jax.shard_map(
             lambda x, s, f=function: f(x, s)[0], mesh=mesh, in_specs=specs, out_specs=spec
