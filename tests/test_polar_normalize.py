@@ -116,3 +116,12 @@ def test_non_finite_values_stay_in_their_matrix_and_show(kind, value):
     spoilt = np.asarray(newton_schulz(jnp.asarray(x), ONE_STEP, preconditioning=kind))
     assert not np.isfinite(spoilt[1]).any()
     np.testing.assert_array_equal(spoilt[::2], clean[::2])
+
+
+def test_eigenvalues_are_found_one_matrix_at_a_time_on_cpu():
+    """jaxlib shares a batch among the threads that run the devices, which may all wait for it."""
+    orthogonalize = jax.jit(lambda x: newton_schulz(x, preconditioning="spectral"))
+    text = orthogonalize.lower(jnp.zeros((3, 16, 32))).as_text()
+    (call,) = [line for line in text.split("\n") if "syevd" in line]
+    assert 'num_batch_dims = "0"' in call
+    assert "(tensor<16x16xf32>)" in call

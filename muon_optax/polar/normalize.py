@@ -95,8 +95,18 @@ def _squared_norm(gram: jax.Array, gram2: jax.Array, kind: Preconditioning) -> j
         case "schatten8":
             return jnp.sqrt(_frobenius(gram2))
         case "spectral":
-            return _nonzero(jnp.linalg.eigvalsh(gram)[..., -1:, None])
+            values = lax.platform_dependent(gram, cpu=_eigenvalues, default=jnp.linalg.eigvalsh)
+            return _nonzero(values[..., -1:, None])
     return jnp.ones((), gram.real.dtype)
+
+
+def _eigenvalues(x: jax.Array) -> jax.Array:
+    """One matrix after the other: for batches, several CPU devices can wait for each other forever.
+
+    jaxlib shares a batch among the threads that run the devices.
+    """
+    values = lax.map(jnp.linalg.eigvalsh, x.reshape(-1, *x.shape[-2:]))
+    return values.reshape(x.shape[:-1])
 
 
 def _frobenius(x: jax.Array) -> jax.Array:
