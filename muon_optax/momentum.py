@@ -125,7 +125,7 @@ class Momentum:
 def combine(weights: tuple[jax.Array, jax.Array], buffer: jax.Array, grad: jax.Array) -> jax.Array:
     """The sum of buffer and gradient with their weights, in at least float32."""
     dtype = wide_dtype(grad.dtype, buffer.dtype)
-    of_buffer, of_grad = (w.astype(jnp.finfo(dtype).dtype) for w in weights)
+    of_buffer, of_grad = (w.astype(dtype) for w in weights)
     return of_buffer * buffer.astype(dtype) + of_grad * grad.astype(dtype)
 
 

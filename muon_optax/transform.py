@@ -348,7 +348,7 @@ def _momentum_of(weights: Weights) -> Elementwise:
 # The factor of one changes nothing: a chunk that isn't due yet is held back by it.
 _AS_THEY_ARE = Elementwise(
     np.float32(1),
-    prepare=lambda one, x: one.astype(jnp.finfo(x.dtype).dtype) * x,
+    prepare=lambda one, x: one.astype(x.dtype) * x,
     keep=lambda *_: (),
 )
 

@@ -227,14 +227,16 @@ def test_half_precision(dtypes, strategy):
     assert update.dtype == state.mu.dtype == own
 
 
+@pytest.mark.parametrize("promotion", ["standard", "strict"])
 @pytest.mark.parametrize("strategy", ["gather", "all_to_all", "gram"])
-def test_complex_matrices(strategy):
+def test_complex_matrices(strategy, promotion):
     leaf = Leaf((3, 16, 32), P(None, None, "f"), STACK)
     x = leaf.gradient(0) + 1j * leaf.gradient(10)
     placed = jax.device_put(x, sharded.shardings({"w": leaf}, make_mesh({"f": 8}))["w"])
-    tx = scale_by_muon(FAST, weight_dimension_numbers=STACK, strategy=strategy)
-    update, _ = sharded.jit(tx.update)(placed, tx.init(placed))
     want = [reference.newton_schulz(b, FAST) for b in x]
+    tx = scale_by_muon(FAST, weight_dimension_numbers=STACK, strategy=strategy)
+    with jax.numpy_dtype_promotion(promotion):
+        update, _ = sharded.jit(tx.update)(placed, tx.init(placed))
     assert sharded.worst_error(leaf, update, want) <= 1e-5
     assert update.dtype == jnp.complex64
 
