@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from optax.contrib import MuonDimensionNumbers
 
+from muon_optax.reshaping import reshaped
+
 __all__ = ["BoundView", "MatrixView", "MuonDimensionNumbers", "View", "bind_view", "is_view"]
 
 
@@ -170,7 +172,7 @@ class BoundView:
         """`split` for stacked whole matrices, of any batch size."""
         order = self._matrix_order
         x = stacked.transpose(0, *(1 + o for o in order))
-        x = x.reshape(x.shape[0], self.fan_in, self.fan_out)
+        x = reshaped(x, (x.shape[0], self.fan_in, self.fan_out))
         if len(self.block_sizes) == 1:
             return (x,)
         x = jnp.moveaxis(x, self.cut, 1)  # (batch, cut, rest)
@@ -185,7 +187,7 @@ class BoundView:
             x = self._join([jnp.moveaxis(block, self.cut, 1) for block in matrices])
             x = jnp.moveaxis(x.reshape(x.shape[0], -1, x.shape[3]), 1, self.cut)
         sizes = tuple(self.shape[a] for a in (*self.reduction_axes, *self.output_axes))
-        x = x.reshape(x.shape[0], *sizes)
+        x = reshaped(x, (x.shape[0], *sizes))
         return x.transpose(0, *(1 + o for o in np.argsort(self._matrix_order)))
 
     @property
@@ -198,7 +200,8 @@ class BoundView:
         batch, groups, _, rest = x.shape
         if self._is_even:
             x = x.reshape(batch, groups, len(self.block_sizes), -1, rest).swapaxes(1, 2)
-            return [x.reshape(batch * len(self.block_sizes), -1, rest)]
+            length = groups * self.block_sizes[0]
+            return [reshaped(x, (batch * len(self.block_sizes), length, rest))]
         ends = np.cumsum(self.block_sizes)[:-1]
         blocks = jnp.split(x, ends, axis=2)
         return [b.reshape(batch, groups * b.shape[2], rest) for b in blocks]
@@ -208,8 +211,10 @@ class BoundView:
         rest = blocks[0].shape[2]
         if self._is_even:
             (x,) = blocks
-            x = x.reshape(-1, len(self.block_sizes), self.groups, self.block_sizes[0], rest)
-            return x.swapaxes(1, 2).reshape(x.shape[0], self.groups, -1, rest)
+            size, count = self.block_sizes[0], len(self.block_sizes)
+            batch = x.shape[0] // count
+            x = reshaped(x, (batch, count, self.groups, size, rest)).swapaxes(1, 2)
+            return x.reshape(batch, self.groups, count * size, rest)
         parts = [b.reshape(b.shape[0], self.groups, -1, rest) for b in blocks]
         return jnp.concatenate(parts, axis=2)
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import FAST, STACK, Leaf, make_mesh
 
-from muon_optax import MuonDimensionNumbers, MuonWarning, muon, scale_by_muon
+from muon_optax import MatrixView, MuonDimensionNumbers, MuonWarning, muon, scale_by_muon
 
 KINDS = ["explicit", "auto"]
 SPECS = {"w": P("f"), "b": P()}
@@ -68,6 +68,43 @@ def test_members_with_whole_matrices_under_vmap(kind, spec):
     assert error <= 1e-5
     if kind == "explicit":
         sharded.assert_lies(updates, where)
+
+
+@pytest.mark.parametrize("strategy", ["gather", "all_to_all"])
+@pytest.mark.parametrize("spec", [P("m", "x", "y"), P("m", ("x", "y")), P("m", None, ("y", "x"))])
+@pytest.mark.parametrize("kind", KINDS)
+def test_members_of_matrices_cut_over_two_axes(kind, spec, strategy):
+    leaf = Leaf((4, 16, 32), spec, STACK)
+    x, inner = leaf.gradient(0), P(*tuple(spec)[1:])
+    tx = scale_by_muon(FAST, strategy=strategy, param_shardings=inner if kind == "auto" else None)
+    mesh = make_mesh({"m": 2, "x": 2, "y": 2}, kind)
+    step = jax.vmap(lambda g: tx.update(g, tx.init(g))[0])
+    updates = sharded.jit(step)(jax.device_put(x, NamedSharding(mesh, spec)))
+    want = sharded.answers({"w": leaf}, {"w": x})["w"]
+    assert sharded.worst_error(leaf, updates, want) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("shape", "view"),
+    [((4, 4, 4, 8), MuonDimensionNumbers((0, 1), (2, 3))), ((16, 32), MatrixView(heads=2))],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_members_of_merged_and_cut_axes(kind, shape, view):
+    mesh = make_mesh({"m": 2, "f": 4}, kind)
+    spec = P(*[None] * (len(shape) - 1), "f")
+    leaf = Leaf(shape, spec, view)
+    tx = scale_by_muon(
+        FAST,
+        weight_dimension_numbers=view,
+        strategy="gather",
+        param_shardings=spec if kind == "auto" else None,
+    )
+    x = np.stack([leaf.gradient(seed) for seed in range(4)])
+    step = jax.vmap(lambda g: tx.update(g, tx.init(g))[0])
+    updates = sharded.jit(step)(jax.device_put(x, NamedSharding(mesh, P("m", *spec))))
+    for found, grad in zip(updates, x, strict=True):
+        want = sharded.answers({"w": leaf}, {"w": grad})["w"]
+        assert sharded.worst_error(leaf, found, want) <= 1e-5
 
 
 @pytest.mark.parametrize("spec", [P("m"), P("m", None, None, "f")])

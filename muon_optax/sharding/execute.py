@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from muon_optax.polar import GramExchange
+from muon_optax.reshaping import reshaped
 from muon_optax.sharding.buckets import Leaf, Share
 from muon_optax.sharding.local import Solver
 from muon_optax.sharding.specs import varying_axes
@@ -100,7 +101,7 @@ class Exchange:
             order += [*(names.index(a) for a in axes), len(names) + 1 + i]
         sizes = [n * self._count(axes) for n, axes in zip(block, spec, strict=True)]
         grid = parts.reshape(*(self._count((a,)) for a in names), count, *block)
-        return grid.transpose(order).reshape(count, *sizes)
+        return reshaped(grid.transpose(order), (count, *sizes))
 
     def disassemble(self, whole: jax.Array) -> jax.Array:
         """Undoes `assemble`."""
@@ -112,7 +113,7 @@ class Exchange:
         rest = [i for i, label in enumerate(labels) if not label]
         order = [*(labels.index(a) for a in names), *rest]
         block = [grid[i] for i in rest]
-        return whole.reshape(grid).transpose(order).reshape(self.shards, *block)
+        return reshaped(whole, grid).transpose(order).reshape(self.shards, *block)
 
     @property
     def _spec(self) -> list[tuple[str, ...]]:
