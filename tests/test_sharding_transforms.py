@@ -107,6 +107,22 @@ def test_members_of_merged_and_cut_axes(kind, shape, view):
         assert sharded.worst_error(leaf, found, want) <= 1e-5
 
 
+@pytest.mark.parametrize("strategy", ["auto", "gather", "all_to_all"])
+def test_members_on_one_device_each_along_an_axis_of_size_one(strategy):
+    mesh = make_mesh({"m": 8, "o": 1})
+    leaf = Leaf((8, 8, 4, 32), P("m", None, "o"), MuonDimensionNumbers((1, 2), 3))
+    tx = scale_by_muon(
+        FAST, weight_dimension_numbers=MuonDimensionNumbers((0, 1), 2), strategy=strategy
+    )
+    x = leaf.gradient(0)
+    where = NamedSharding(mesh, leaf.spec)
+    step = jax.vmap(lambda g: tx.update(g, tx.init(g))[0])
+    updates = sharded.jit(step)(jax.device_put(x, where))
+    want = sharded.answers({"w": leaf}, {"w": x})["w"]
+    assert sharded.worst_error(leaf, updates, want) <= 1e-5
+    sharded.assert_lies(updates, where)
+
+
 @pytest.mark.parametrize("spec", [P("m"), P("m", None, None, "f")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_members_whose_results_are_written_to_a_place_of_their_own(kind, spec):

@@ -207,7 +207,8 @@ def read_layout(x: Any, declared: Declared = None) -> Layout:
         _check_whole(x, mesh, manual)
     hidden = _hidden_axes(x)
     written = _spec_of(x, declared)
-    if hidden and all(a in hidden for a in mesh.axis_names if mesh.shape[a] > 1):
+    is_alone = all(a in hidden for a in mesh.axis_names if mesh.shape[a] > 1)
+    if hidden and is_alone and not is_typed:
         return Layout(tuple(x.shape), written=written)  # a vmap has each member on one device
     known = tuple(a for a in _known_axes(mesh, x, declared) if a not in hidden)
     spec = _normalised(written, len(x.shape), mesh)
