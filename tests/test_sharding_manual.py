@@ -228,6 +228,26 @@ def test_an_undeclared_block_is_an_error_that_names_the_leaf():
 
 
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
+@pytest.mark.parametrize("axes", [{"f"}, {"r", "f"}])
+def test_momentum_said_to_lie_like_its_parameter(axes, kind):
+    mesh = make_mesh({"r": 2, "f": 4}, kind)
+    leaf = Leaf((16, 32), P("f", "r"))
+    tx = scale_by_muon(FAST, param_shardings=leaf.spec, mu_shardings=leaf.spec)
+    spec = P("f", "r" if "r" in axes else None)
+    mapped = jax.shard_map(
+        lambda g: tx.update(g, tx.init(g))[0],
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        axis_names=axes,
+    )
+    x = leaf.gradient(0)
+    update = sharded.jit(mapped)(jax.device_put(x, NamedSharding(mesh, leaf.spec)))
+    want = sharded.answers({"w": leaf}, {"w": x})["w"]
+    assert sharded.worst_error(leaf, update, want) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
 @pytest.mark.parametrize(("spec", "there"), [(P("f"), P()), (P(), P("f")), (P("f"), P(None, "f"))])
 def test_momentum_cannot_lie_elsewhere(spec, there, kind):
     tx: Any = scale_by_muon(FAST, param_shardings=spec, mu_shardings=there)

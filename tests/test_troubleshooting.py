@@ -136,6 +136,10 @@ CASES: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
     (on_mesh(muon, "auto"), on_mesh(muon, "auto", param_shardings=P("f"))),
     (in_shard_map(True), in_shard_map(True, param_shardings=P("f"))),
     (in_shard_map(False), in_shard_map(False, param_shardings=P("f"))),
+    (
+        in_shard_map(True, param_shardings=P("f"), mu_shardings=P()),
+        in_shard_map(True, param_shardings=P("f"), mu_shardings=P("f")),
+    ),
     (planned((18, 4), ROWS), planned((18, 4), NamedSharding(MESH8, P()))),
     (on_mesh(muon, strategy="gram"), on_mesh(muon, strategy="gather")),
     (on_mesh(muon, strategy=(("v", "gather"),)), on_mesh(muon, strategy=(("w", "gather"),))),

@@ -61,7 +61,7 @@ def _placed(x: jax.Array, declared: Declared) -> jax.Array:
     mesh = mesh_of(x, declared)
     if declared is None or mesh is None:
         return x
-    spec = bare_spec(declared)
+    spec = spec_without(bare_spec(declared), mesh.manual_axes)  # blocks stay where they are
     if mesh.explicit_axes:
         typed = spec_without(spec, mesh.auto_axes)
         lies_there = jax.typeof(x).sharding.spec == typed
