@@ -1,12 +1,13 @@
-"""Values that wait for each other: same values, each with a type of its own, in one barrier."""
+"""Values that wait for each other, with types of their own, and chunks apart from others."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import sharded
 from jax.sharding import PartitionSpec as P
 
-from muon_optax.sharding.ordering import together
+from muon_optax.sharding.ordering import apart, together
 
 
 def test_values_are_what_they_were():
@@ -46,3 +47,22 @@ def test_one_barrier_holds_them_all():
     text = jax.jit(lambda a, b: together((a + 1, b))).lower(1.0, 2.0).as_text()
     (line,) = [line for line in text.splitlines() if "optimization_barrier" in line]
     assert line.count("tensor<f32>") == 2
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_a_chunk_stands_apart_on_tpus_only(platform):
+    traced = jax.jit(lambda x: apart(2 * x)).trace(jnp.ones((2, 3, 4)))
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert ("optimization_barrier" in text) == (platform == "tpu")
+    assert ("LayoutConstraint" in text) == (platform == "tpu")
+    # dense<[2, 1, 0]> is XLA's minor-to-major order of the usual layout
+    assert ("result_layouts = [dense<[2, 1, 0]>" in text) == (platform == "tpu")
+
+
+def test_a_chunk_apart_keeps_its_value_type_and_derivative():
+    mesh = sharded.make_mesh({"x": 8})
+    x = jax.device_put(jnp.arange(16.0).reshape(8, 2), jax.NamedSharding(mesh, P("x")))
+    body = jax.shard_map(lambda x: apart(3 * x), mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    np.testing.assert_array_equal(jax.jit(body)(x), 3 * np.arange(16).reshape(8, 2))
+    np.testing.assert_array_equal(jax.vmap(apart)(x), x)
+    assert float(jax.grad(lambda x: apart(x**2))(3.0)) == 6.0

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from muon_optax.sharding.buckets import Leaf
+from muon_optax.sharding.ordering import apart
 
 __all__ = ["Arrays", "Buffers", "Elementwise", "make_buffers"]
 
@@ -95,7 +96,7 @@ class _Written(Buffers):
 
     def keep(self, scalars: Any, start: int, stop: int) -> None:
         for k, new in enumerate(self._kept(scalars, self._taken(start, stop)), start=1):
-            self._write(k, new, start)
+            self._write(k, apart(new), start)
 
     def put(self, results: jax.Array, start: int) -> None:
         if self._result == len(self.arrays):

@@ -27,7 +27,7 @@ from muon_optax.sharding.buckets import Bucket, Leaf
 from muon_optax.sharding.buffers import Arrays, Buffers, Elementwise, make_buffers
 from muon_optax.sharding.execute import Exchange, exchange_for
 from muon_optax.sharding.local import Solver
-from muon_optax.sharding.ordering import together
+from muon_optax.sharding.ordering import apart, together
 
 __all__ = ["run_buckets"]
 
@@ -204,6 +204,7 @@ class _Held:
 
     def put(self, chunk: _Chunk, results: jax.Array) -> None:
         """Replaces the first operand."""
+        results = self._apart(results)
         sizes = [p.stop - p.start for p in chunk.pieces]
         parts = jnp.split(results, np.cumsum(sizes)[:-1]) if len(sizes) > 1 else [results]
         for p, part in zip(chunk.pieces, parts, strict=True):
@@ -213,7 +214,10 @@ class _Held:
 
     def _form(self, chunk: _Chunk, scalars: Any) -> jax.Array:
         found = [p.turned(self.leaves[p.leaf].form(scalars, p.start, p.stop)) for p in chunk.pieces]
-        return found[0] if len(found) == 1 else jnp.concatenate(found)
+        return self._apart(found[0] if len(found) == 1 else jnp.concatenate(found))
+
+    def _apart(self, chunk: jax.Array) -> jax.Array:
+        return apart(chunk) if self._in_order else chunk
 
     def _keep(self, chunk: _Chunk, scalars: Any) -> None:
         for p in chunk.pieces:
