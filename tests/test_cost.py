@@ -81,6 +81,9 @@ def test_seconds_add_products_exchanges_and_latencies():
     expected = found.flops / 1e12 + inside / 1e9 + back / 1e7 + 3 * 1e-3
     assert found.bytes == inside + back
     assert found.seconds == pytest.approx(expected)
+    grams = cost("gram", 8, work())
+    expected = grams.flops / 1e12 + grams.bytes / 1e9 + (2 * 2 + 2) * 1e-3
+    assert grams.seconds == pytest.approx(expected)
     half = cost("all_to_all", 8, work(shared=True, itemsize=2), device)
     assert half.seconds == pytest.approx(
         found.flops / 4e12 + (inside / 1e9 + back / 1e7) / 2 + 3e-3

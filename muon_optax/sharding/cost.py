@@ -221,7 +221,7 @@ def estimate(
     exchanged, flops = _exchanged_and_flops(strategy, per_replica, work, solver)
     returned = per_replica * _result_bytes(work) * (r - 1)
     sizes = dict(work.sizes)
-    collectives = _COLLECTIVES[strategy] * (n > 1) + (r > 1)
+    collectives = _collectives(strategy, solver) * (n > 1) + (r > 1)
     seconds = (
         flops / device.rate(work.itemsize)
         + exchanged / device.bandwidth_over(work.shard_axes, sizes)
@@ -231,7 +231,12 @@ def estimate(
     return Cost(exchanged + returned, flops, seconds)
 
 
-_COLLECTIVES = {"gather": 1, "all_to_all": 2, "gram": 4}  # among the shards, for latency
+def _collectives(strategy: Strategy, solver: NewtonSchulz | None) -> int:
+    """Collectives among the shards, for the latency."""
+    if strategy != "gram":
+        return {"gather": 1, "all_to_all": 2}[strategy]
+    assert solver is not None
+    return 2 * solver.schedule.passes + 2  # in and out, the largest entries and the scales
 
 
 def _exchanged_and_flops(
