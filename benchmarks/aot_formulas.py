@@ -13,13 +13,12 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 
 from benchmarks.shapes import ModelOnMesh
-from muon_optax import MuonDimensionNumbers, Plan
-from muon_optax.matrix_view import is_view
+from muon_optax import Plan
+from muon_optax.matrix_view import bind_view, is_view
 from muon_optax.polar import NewtonSchulz, resolve_schedule
 
 __all__ = ["Kind", "chosen_bytes", "fewest_bytes", "ideal_flops", "largest_bytes"]
@@ -32,23 +31,25 @@ class Kind:
     """Matrices of one shape that lie in one way.
 
     Attributes:
-      fan_in, fan_out: sizes of a matrix.
+      fan_in, fan_out: sizes of a matrix, a fused one as it is exchanged.
       spec: mesh axes along either side.
       along_input, along_output: how many devices those are.
       replicas: devices that hold the same block.
+      blocks: (number, fan-in, fan-out) of the matrices that are orthogonalised.
 
     Example:
-      >>> rows = Kind(4096, 14336, ("fsdp", None), 8, 1, 1)
+      >>> rows = Kind(4096, 14336, (("fsdp",), ()), 8, 1, 1, ((1, 4096, 14336),))
       >>> rows.received("all_to_all", 8, 1) == 2 * 4096 * 14336 * 2 * 7 / 8
       True
     """
 
     fan_in: int
     fan_out: int
-    spec: tuple[Any, Any]
+    spec: tuple[tuple[str, ...], tuple[str, ...]]
     along_input: int
     along_output: int
     replicas: int
+    blocks: tuple[tuple[int, int, int], ...]
 
     @property
     def bytes(self) -> int:
@@ -56,7 +57,7 @@ class Kind:
         return self.fan_in * self.fan_out * ITEMSIZE
 
     @property
-    def sides(self) -> tuple[tuple[int, Any], ...]:
+    def sides(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
         """Size and mesh axes of either side."""
         return (self.fan_in, self.spec[0]), (self.fan_out, self.spec[1])
 
@@ -80,7 +81,10 @@ class Kind:
     def fewest(self, count: int) -> float:
         """The same under the strategy with the fewest."""
         along_long = self.along_output if self.fan_in <= self.fan_out else self.along_input
-        possible = ("gather", "all_to_all", *(("gram",) if along_long == self.shards else ()))
+        if self.shards == 1:
+            return 0.0
+        is_long_cut = along_long == self.shards and self.blocks == ((1, self.fan_in, self.fan_out),)
+        possible = ("gather", "all_to_all", *(("gram",) if is_long_cut else ()))
         return min(
             self.received(strategy, count, sharing)
             for strategy in possible
@@ -90,7 +94,7 @@ class Kind:
 
 def chosen_bytes(promised: Plan, model: ModelOnMesh) -> float:
     """The formulas' bytes of what a plan chose."""
-    kinds = {jax.tree_util.keystr(path, simple=True, separator="/"): k for path, k, _ in _of(model)}
+    kinds = {path: kind for path, kind, *_ in _of(model)}
     return sum(
         kinds[row.leaves[0]].received(
             row.strategy, row.count, math.prod(model.sizes[a] for a in row.share_axes)
@@ -105,7 +109,7 @@ def fewest_bytes(model: ModelOnMesh) -> float:
     All matrices of a kind go together, with those that lie across them where that sends less.
     """
     groups: dict[frozenset, dict[Kind, int]] = collections.defaultdict(collections.Counter)
-    for _, kind, count in _of(model):
+    for _, kind, count, _ in _of(model):
         groups[frozenset(kind.sides)][kind] += count
     return sum(
         min(
@@ -119,37 +123,53 @@ def fewest_bytes(model: ModelOnMesh) -> float:
 def ideal_flops(model: ModelOnMesh) -> float:
     """FLOPs of the busiest device where all is shared as well as can be."""
     solver = NewtonSchulz(resolve_schedule())
-    rows = [(solver.flops(k.fan_in, k.fan_out, "bfloat16"), count) for _, k, count in _of(model)]
-    total = sum(flops * count for flops, count in rows)
-    return max(total / math.prod(model.sizes.values()), *(flops for flops, _ in rows))
+    total = largest = 0
+    for _, kind, count, groups in _of(model):
+        flops = sum(n * solver.flops(*shape, "bfloat16") for n, *shape in kind.blocks)
+        total += flops * count * groups
+        largest = max(largest, flops)
+    return max(total / math.prod(model.sizes.values()), largest)
 
 
 def largest_bytes(model: ModelOnMesh) -> int:
     """Bytes of the largest matrix."""
-    return max(kind.bytes for _, kind, _ in _of(model))
+    return max(kind.bytes for _, kind, *_ in _of(model))
 
 
-def _of(model: ModelOnMesh) -> Iterator[tuple[tuple, Kind, int]]:
-    """(path, kind, number of matrices) of each leaf that Muon gets."""
+def _of(model: ModelOnMesh) -> Iterator[tuple[str, Kind, int, int]]:
+    """(path, kind, matrices in a group, groups) of each leaf that Muon gets.
+
+    A stack that is sharded over its layers or experts lies in groups of devices.
+    """
     specs = jax.tree.leaves(model.specs)
     views = jax.tree.leaves(model.views, is_leaf=lambda x: x is None or is_view(x))
     leaves = jax.tree_util.tree_leaves_with_path(model.params)
     for (path, x), view, spec in zip(leaves, views, specs, strict=True):
-        if isinstance(view, MuonDimensionNumbers):
-            row, column = (_axis(a) for a in (view.reduction_axis, view.output_axis))
-            along = (spec[row], spec[column])
-            cuts = [_cuts(model, entry) for entry in along]
-            replicas = math.prod(model.sizes.values()) // math.prod(cuts)
-            kind = Kind(x.shape[row], x.shape[column], along, cuts[0], cuts[1], replicas)
-            yield path, kind, math.prod(x.shape) // (kind.fan_in * kind.fan_out)
+        if view is None:
+            continue
+        bound = bind_view(view, x.shape)
+        of_dim = [_axes(entry) for entry in (*spec, *[None] * (x.ndim - len(spec)))]
+        along_input, along_output = (
+            tuple(a for d in side for a in of_dim[d])
+            for side in (bound.reduction_axes, bound.output_axes)
+        )
+        groups = _cuts(model, sum((of_dim[d] for d in bound.batch_axes), ()))
+        cuts = _cuts(model, along_input), _cuts(model, along_output)
+        kind = Kind(
+            bound.fan_in,
+            bound.fan_out,
+            (along_input, along_output),
+            *cuts,
+            replicas=math.prod(model.sizes.values()) // math.prod((*cuts, groups)),
+            blocks=tuple((n // bound.batch, *shape) for n, *shape in bound.matrices),
+        )
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        yield name, kind, bound.batch // groups, groups
 
 
-def _axis(axes: Any) -> int:
-    """The axis of a side that has one."""
-    (axis,) = (axes,) if isinstance(axes, int) else axes
-    return axis
+def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else entry or ()
 
 
-def _cuts(model: ModelOnMesh, entry: str | tuple[str, ...] | None) -> int:
-    axes = (entry,) if isinstance(entry, str) else entry or ()
+def _cuts(model: ModelOnMesh, axes: tuple[str, ...]) -> int:
     return math.prod(model.sizes[a] for a in axes)

@@ -16,8 +16,9 @@ from sharded import MATRIX, STACK, Leaf, make_mesh
 from benchmarks.compiled import read_program
 from muon_optax import DeviceModel, MatrixView, muon, plan, scale_by_muon
 from muon_optax import MuonDimensionNumbers as Dims
+from muon_optax.polar import NewtonSchulz, resolve_schedule
 from muon_optax.sharding.cost import Work
-from muon_optax.sharding.planner import rest_owners
+from muon_optax.sharding.loads import rest_owners
 
 FLAT = AbstractMesh((8,), ("f",))
 HSDP = AbstractMesh((2, 4), ("r", "f"))
@@ -154,6 +155,21 @@ def test_replicas_share_work_unless_their_network_is_too_slow(bandwidth, axes):
     device = DeviceModel("test", 1e9, 1e9, 1e12, latency=0.0, axis_bandwidth=(("r", bandwidth),))
     (row,) = chosen({"w": ((16, 64, 256), P(None, "f"))}, HSDP, device=device).rows
     assert (row.strategy, row.share_axes) == ("all_to_all", axes)
+
+
+@pytest.mark.parametrize(("others", "strategy"), [(7, "all_to_all"), (0, "gather")])
+def test_a_matrix_is_not_repeated_where_later_ones_keep_the_other_devices_busy(others, strategy):
+    fast_network = DeviceModel("fast network", 1e9, 1e9, 1e12, latency=0.0)
+    leaves = {"large": ((64, 256), P("f"))} | {
+        f"small_{i}": ((64, 248), P("f")) for i in range(others)
+    }
+    found = chosen(leaves, device=fast_network)
+    rows = {row.leaves[0]: row.strategy for row in found.rows}
+    assert rows["large"] == strategy  # a gather receives half of it
+    flops = NewtonSchulz(resolve_schedule()).flops(64, 256)
+    assert found.flops == flops
+    exchange = sum(row.bytes for row in found.rows) / 1e12
+    assert found.seconds == pytest.approx(flops / 1e9 + exchange)
 
 
 IMPOSSIBLE = [

@@ -5,6 +5,7 @@ owners in full rounds, one for each device; what is left over is a share of its 
 are chosen so that the busiest device has as little to do as possible.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -12,16 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import get_args
 
 import jax.numpy as jnp
-import numpy as np
-import numpy.typing as npt
 
 from muon_optax.polar import NewtonSchulz, resolve_schedule
 from muon_optax.sharding.buckets import Bucket, Leaf, Share, group_leaves
 from muon_optax.sharding.cost import DeviceModel, Strategy, Work, estimate
+from muon_optax.sharding.loads import Loads
 from muon_optax.sharding.local import group_size
 from muon_optax.tree_paths import raise_together
 
-__all__ = ["STRATEGIES", "plan_leaves", "rest_owners"]
+__all__ = ["STRATEGIES", "plan_leaves"]
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
@@ -54,21 +54,31 @@ def plan_leaves(
     """
     filled = {i: leaf for i, leaf in enumerate(leaves) if math.prod(leaf.view.shape)}
     works = {leaf.key: _work(leaf, solver) for leaf in filled.values()}
-    groups = group_leaves(filled, works, solver)
     largest = max((w.matrix_bytes for w in works.values()), default=0)
     budget = max_workspace_bytes or max(_LEAST_WORKSPACE, _WORKSPACE_MATRICES * largest)
     _check_strategies(filled.values(), works, solver)
-    loads: dict[tuple, np.ndarray] = {}
-    buckets = []
-    for members in sorted(groups, key=lambda members: -works[leaves[members[0]].key].flops):
-        leaf = leaves[members[0]]
-        work = works[leaf.key]
-        count = sum(leaves[i].count for i in members)
-        load = loads.setdefault(work.sizes, np.zeros([n for _, n in work.sizes]))
-        are_single = all(leaves[i].count == 1 for i in members)
-        shares = _Chooser(leaf, work, solver, device, load, budget, are_single).shares(count)
-        buckets.append(Bucket(members, leaf, tuple(shares)))
-    return tuple(_without_lone_skip(buckets, device))
+    groups = group_leaves(filled, works, solver)
+    groups = sorted(groups, key=lambda members: -works[leaves[members[0]].key].flops)
+
+    def planned(floors: Mapping[tuple, float]) -> list[Bucket]:
+        loads = {sizes: Loads(sizes) for sizes in floors}
+        buckets = []
+        for members in groups:
+            leaf = leaves[members[0]]
+            work = works[leaf.key]
+            of_mesh = loads[work.sizes], floors[work.sizes]
+            are_single = all(leaves[i].count == 1 for i in members)
+            chooser = _Chooser(leaf, work, solver, device, *of_mesh, budget, are_single)
+            shares = chooser.shares(sum(leaves[i].count for i in members))
+            buckets.append(Bucket(members, leaf, tuple(shares)))
+        return buckets
+
+    # Bucket after bucket, a choice can't know whether later ones fill the devices it leaves idle.
+    # So one plan is made as if they did, one as if not.
+    floors = _least_peaks(filled.values(), works)
+    plans = planned(dict.fromkeys(floors, 0.0)), planned(floors)
+    best = min(plans, key=lambda buckets: sum(s.cost.seconds for b in buckets for s in b.shares))
+    return tuple(_without_lone_skip(best, device))
 
 
 def _work(leaf: Leaf, solver: NewtonSchulz | None) -> Work:
@@ -89,6 +99,17 @@ def _work(leaf: Leaf, solver: NewtonSchulz | None) -> Work:
         sizes=() if mesh is None else tuple(mesh.shape.items()),
         ends_whole=leaf.home is not None,
     )
+
+
+def _least_peaks(leaves: Iterable[Leaf], works: Mapping[tuple, Work]) -> dict[tuple, float]:
+    """FLOPs that the busiest device of each mesh has at least, however work is spread."""
+    shared: dict[tuple, float] = collections.defaultdict(float)
+    largest: dict[tuple, int] = collections.defaultdict(int)
+    for leaf in leaves:
+        work = works[leaf.key]
+        shared[work.sizes] += leaf.count * work.flops / work.owners
+        largest[work.sizes] = max(work.flops, largest[work.sizes])
+    return {sizes: max(shared[sizes], largest[sizes]) for sizes in shared}
 
 
 def _check_strategies(
@@ -139,7 +160,8 @@ class _Chooser:
       work: one of its matrices, shared over all the axes that can share it.
       solver: as in `plan_leaves`.
       device: as in `plan_leaves`.
-      load: FLOPs of each device so far, with the mesh's axes; what is chosen is added.
+      loads: of the devices so far; what is chosen is added.
+      floor: FLOPs that the busiest device is taken to have in the end, at least.
       budget: bytes of workspace for one exchange.
       are_single: whether each leaf has one matrix.
     """
@@ -148,7 +170,8 @@ class _Chooser:
     work: Work
     solver: NewtonSchulz | None
     device: DeviceModel
-    load: np.ndarray
+    loads: Loads
+    floor: float
     budget: int
     are_single: bool
 
@@ -160,8 +183,8 @@ class _Chooser:
             for strategy in self._strategies(work)
             for option in self._options(strategy, count, work)
         ]
-        best = min(options, key=lambda shares: sum(s.cost.seconds for s in shares))
-        return [dataclasses.replace(share, added=self._add_load(share)) for share in best]
+        best = min(options, key=lambda shares: sum(map(self._price, shares)))
+        return [self._taken(share) for share in best]
 
     def _shared_or_not(self) -> list[Work]:
         """The work shared over replicas, if there are any, and repeated on each."""
@@ -205,17 +228,13 @@ class _Chooser:
 
     def _share(self, strategy: Strategy, start: int, count: int, work: Work) -> Share:
         cost = estimate(strategy, count, work, self.device, self.solver)
-        offset, skips = 0, strategy == "all_to_all" and count < work.owners
-        if skips:
-            offset, added = self._best_offset(count, work)
-            idle = (work.flops - added) / self.device.rate(work.itemsize)
-            cost = dataclasses.replace(cost, seconds=cost.seconds - idle)
+        skips = strategy == "all_to_all" and count < work.owners
         return Share(
             start,
             count,
             strategy,
             axes=work.share_axes,
-            offset=offset,
+            offset=self.loads.best_offset(count, work) if skips else 0,
             chunk=self._chunk(strategy, count, work),
             cost=cost,
             reason=_reason(strategy, self.leaf, count, work),
@@ -242,22 +261,35 @@ class _Chooser:
         each = {"local": 1, "gather": work.replicas}.get(strategy, work.owners)
         return min(count, at_once * each)
 
-    def _best_offset(self, count: int, work: Work) -> tuple[int, float]:
-        """The first of `count` owners that keeps the highest load low, and what that grows by."""
-        owners = rest_owners(np.arange(work.owners)[:, None], count, work)
-        peaks = _owner_loads(self.load, work)[owners].max(axis=1) + work.flops
-        offset = int(np.argmin(peaks))
-        return offset, max(0.0, float(peaks[offset]) - float(self.load.max()))
+    def _price(self, share: Share) -> float:
+        """Seconds that a share adds.
 
-    def _add_load(self, share: Share) -> int:
-        """Adds a share to the load; what the highest load grows by."""
-        before = self.load.max()
-        work = dataclasses.replace(self.work, share_axes=share.axes)
-        if share.strategy != "all_to_all" or share.count >= work.owners:
-            self.load[...] += share.cost.flops
+        Products of some devices are free below what the busiest device will have in the end. Those
+        that every device does never are: what comes later can't go to another.
+        """
+        if not share.skips:
+            return share.cost.seconds
+        peak = self.loads.peak_with(share.offset, share.count, self._work_of(share))
+        return self._seconds(share, max(0, peak - max(self.floor, self.loads.peak)))
+
+    def _taken(self, share: Share) -> Share:
+        """The share as it is planned: its products take what the highest load grows by."""
+        before = self.loads.peak
+        if share.skips:
+            self.loads.add_to_rest(share.offset, share.count, self._work_of(share))
         else:
-            _add_to_owners(self.load, work, rest_owners(share.offset, share.count, work))
-        return int(self.load.max() - before)
+            self.loads.add_to_all(share.cost.flops)
+        added = self.loads.peak - before
+        cost = dataclasses.replace(share.cost, seconds=self._seconds(share, added))
+        return dataclasses.replace(share, cost=cost, added=added)
+
+    def _work_of(self, share: Share) -> Work:
+        return dataclasses.replace(self.work, share_axes=share.axes)
+
+    def _seconds(self, share: Share, flops: float) -> float:
+        """The share's exchange, and products of so many FLOPs."""
+        spared = share.cost.flops - flops
+        return share.cost.seconds - spared / self.device.rate(self.work.itemsize)
 
 
 def _reason(strategy: Strategy, leaf: Leaf, count: int, work: Work) -> str:
@@ -269,7 +301,8 @@ def _reason(strategy: Strategy, leaf: Leaf, count: int, work: Work) -> str:
     if strategy == "local" and work.count(leaf.layout.free) > 1:
         return "repeating it takes less time than sharing it"
     if strategy == "all_to_all" and count < work.owners:
-        return f"{count} matrices for {work.owners} owners, the least busy ones"
+        matrices = "matrix" if count == 1 else "matrices"
+        return f"{count} {matrices} for {work.owners} owners, the least busy ones"
     return {
         "local": "matrices are whole here",
         "all_to_all": "each matrix whole on one device, once",
@@ -289,41 +322,3 @@ def _without_lone_skip(buckets: Sequence[Bucket], device: DeviceModel) -> Sequen
         )
         for bucket in buckets
     ]
-
-
-def rest_owners(offset: npt.ArrayLike, count: int, work: Work) -> np.ndarray:
-    """Owners of fewer matrices than owners: an even part for each replica, from `offset` on.
-
-    So replicas send each other no padding. Owners are numbered replica by replica.
-
-    Example:
-      >>> work = Work(8, 8, 4, 0, ("f",), ("r",), (("r", 2), ("f", 4)))
-      >>> rest_owners(3, 5, work)
-      array([3, 0, 1, 7, 4])
-    """
-    each = -(-count // work.replicas)
-    turn, place = np.divmod(np.arange(count), each)
-    replica, shard = np.divmod(offset, work.shards)
-    return (replica + turn) % work.replicas * work.shards + (shard + place) % work.shards
-
-
-def _owner_order(work: Work) -> tuple[list[int], list[int]]:
-    """Mesh dims that number the owners, share axes first, and the others."""
-    names = [name for name, _ in work.sizes]
-    order = [names.index(a) for a in (*work.share_axes, *work.shard_axes)]
-    return order, [i for i in range(len(names)) if i not in order]
-
-
-def _owner_loads(load: np.ndarray, work: Work) -> np.ndarray:
-    """The highest load of each owner over the mesh axes that don't number owners."""
-    order, rest = _owner_order(work)
-    return load.transpose(rest + order).reshape(-1, work.owners).max(axis=0)
-
-
-def _add_to_owners(load: np.ndarray, work: Work, owners: np.ndarray) -> None:
-    """Adds one matrix for each of the owners, on every device that is that owner."""
-    order, rest = _owner_order(work)
-    extra = np.zeros(work.owners)
-    extra[owners] = work.flops
-    sizes = [load.shape[i] for i in order]
-    load.transpose(rest + order)[...] += extra.reshape(sizes)

@@ -1,0 +1,45 @@
+"""Loads of devices against a plain count, device by device."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from muon_optax.sharding.cost import Work
+from muon_optax.sharding.loads import Loads, rest_owners
+
+SIZES = (("r", 2), ("o", 3), ("f", 4))
+FLOPS = 10
+
+
+def work(*share_axes):
+    return Work(8, 8, 4, FLOPS, ("f",), share_axes, SIZES)
+
+
+def counted(loads, its, offset, count):
+    """FLOPs of each device, by its place on the mesh, after a rest has been added."""
+    owners = rest_owners(offset, count, its).tolist()
+    found = dict(loads)
+    for r, o, f in found:
+        owner = r * 4 + f if its.share_axes else f
+        found[r, o, f] += FLOPS * (owner in owners)
+    return found
+
+
+@pytest.mark.parametrize("share_axes", [(), ("r",)])
+def test_peaks_and_the_best_offset(share_axes):
+    its, loads = work(*share_axes), Loads(SIZES)
+    devices = dict.fromkeys(itertools.product(range(2), range(3), range(4)), 0)
+    loads.add_to_all(7)
+    devices = dict.fromkeys(devices, 7)
+    for count in (1, 3, 2, 3, 1):
+        peaks = []
+        for offset in range(its.owners):
+            after = counted(devices, its, offset, count)
+            peaks.append(max(v for k, v in after.items() if v > devices[k]))
+            assert loads.peak_with(offset, count, its) == peaks[-1]
+        offset = loads.best_offset(count, its)
+        assert offset == int(np.argmin(peaks))
+        loads.add_to_rest(offset, count, its)
+        devices = counted(devices, its, offset, count)
+        assert loads.peak == max(devices.values())
