@@ -132,6 +132,7 @@ def test_a_tree_of_shardings_that_does_not_match_is_an_error():
     [
         (P("x", "y", None, None), "4 entries for a leaf of 3 dims"),
         (P("z"), r"names the axes \['z'\]; the mesh has \('x', 'y', 'one'\)"),
+        (P("x", ("y", "x")), "names an axis twice"),
         (P(None, None, "y"), r"dim 2 of shape \(8, 16, 30\) must be a multiple of 4"),
     ],
 )

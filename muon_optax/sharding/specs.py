@@ -339,6 +339,9 @@ def _normalised(spec: PartitionSpec, rank: int, mesh: Mesh | AbstractMesh) -> tu
     unknown = [a for axes in dims for a in axes if a not in mesh.shape]
     if unknown:
         raise ValueError(f"{spec} names the axes {unknown}; the mesh has {mesh.axis_names}")
+    used = [a for axes in dims for a in axes]
+    if len(set(used)) < len(used):  # JAX checks a NamedSharding, but not a spec alone
+        raise ValueError(f"{spec} names an axis twice; an axis cuts one dim at most")
     return tuple(tuple(a for a in axes if mesh.shape[a] > 1) for axes in dims)
 
 
