@@ -16,6 +16,7 @@ __all__ = [
     "check_float_dtype",
     "check_mask",
     "check_number",
+    "check_static",
     "is_float_dtype",
 ]
 
@@ -97,8 +98,21 @@ def check_decay(name: str, value: Any, *, below: float = 1.0) -> None:
         raise ValueError(f"{name} must stay below {below} in float32, got {value!r}")
 
 
+def check_static(name: str, value: Any) -> None:
+    """Raises TypeError for an array in place of what is fixed when the optimizer is made.
+
+    `optax.inject_hyperparams` makes one of each number, and calls each function as a schedule.
+    """
+    if isinstance(value, jax.Array):
+        raise TypeError(
+            f"{name} came as a JAX array, which optax.inject_hyperparams makes of every number and "
+            f"function (jnp.bfloat16 is one); pass static_args=({name!r},)"
+        )
+
+
 def check_float_dtype(name: str, dtype: Any) -> None:
     """Raises TypeError unless `dtype` is None or a floating-point dtype of 16 bits or more."""
+    check_static(name, dtype)
     if dtype is not None and not is_float_dtype(dtype, jnp.inexact):
         raise TypeError(
             f"{name} must be a floating-point dtype or None, got {dtype!r} (16 bits or more)"

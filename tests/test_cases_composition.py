@@ -217,6 +217,25 @@ def test_traced_steps_say_how_to_make_them_static():
         jax.jit(tx.init)(PARAMS)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("mu_dtype", jnp.float32),  # a function, to optax
+        ("ns_dtype", jnp.bfloat16),
+        ("max_workspace_bytes", 2**20),
+        ("orthogonalizer", lambda x: x),
+    ],
+)
+def test_what_injection_makes_an_array_of_names_the_way_out(name, value):
+    options: Any = {"learning_rate": 0.1, name: value}
+    with pytest.raises(TypeError, match=rf"{name} came as a JAX array.*static_args=\('{name}',\)"):
+        optax.inject_hyperparams(muon)(**options).init(PARAMS)
+    tx = optax.inject_hyperparams(muon, static_args=(name,))(**options)
+    got, want = first_update(tx, PARAMS), first_update(muon(**options), PARAMS)
+    for leaf in PARAMS:
+        assert reference.relative_error(got[leaf], want[leaf]) <= 1e-5
+
+
 def test_half_precision_hyperparameters_name_the_way_out():
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
     with pytest.raises(TypeError, match=r"bfloat16 array.*hyperparam_dtype=jnp\.float32"):

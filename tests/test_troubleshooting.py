@@ -150,6 +150,7 @@ CASES: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
     ),
     (lambda: muon(0.1, "dion", 6), lambda: muon(0.1, "dion")),
     (injected(W, ns_steps=5), injected(W, {"static_args": ("ns_steps",)}, ns_steps=5)),
+    (injected(W, mu_dtype=jnp.float32), injected(W, mu_dtype="float32")),
     (injected(HALF), injected(HALF, {"hyperparam_dtype": jnp.float32})),
     (lambda: muon(0.1, beta=lambda count: 0.9), injected(W, beta=lambda count: 0.9)),  # pyright: ignore
     (

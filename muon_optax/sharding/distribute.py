@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from muon_optax.checks import check_choice
+from muon_optax.checks import check_choice, check_static
 from muon_optax.matrix_view import BoundView
 from muon_optax.notices import warn_about
 from muon_optax.rules import first_match, unmatched
@@ -46,6 +46,7 @@ class Distribution:
         for name in _strategy_names(self.strategy):
             check_choice("strategy", name, ("auto", *STRATEGIES))
         limit = self.max_workspace_bytes
+        check_static("max_workspace_bytes", limit)
         is_count = isinstance(limit, Integral) and not isinstance(limit, bool) and limit > 0
         if limit is not None and not is_count:
             raise ValueError(

@@ -7,7 +7,7 @@ from typing import Any, Literal, cast
 import jax
 import jax.numpy as jnp
 
-from muon_optax.checks import check_flag
+from muon_optax.checks import check_flag, check_static
 from muon_optax.dtypes import wide_dtype
 from muon_optax.matrix_view import BoundView
 from muon_optax.polar import (
@@ -122,6 +122,7 @@ def make_solver(
     iteration = NewtonSchulz(schedule, method, precision=precision)
     if orthogonalizer is None:
         return Solver(iteration, adaptive)
+    check_static("orthogonalizer", orthogonalizer)
     if not callable(orthogonalizer):
         raise TypeError(f"orthogonalizer must be a function, got {orthogonalizer!r}")
     return Solver(orthogonalizer, adaptive)
