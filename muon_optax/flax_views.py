@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from muon_optax.leaf_kinds import check_arrays, is_float_leaf
+from muon_optax.leaf_kinds import check_arrays, is_float_leaf, kind_of
 from muon_optax.matrix_view import MuonDimensionNumbers
 from muon_optax.notices import warn_about
 from muon_optax.rules import Rule, Shape, default_rules, words
@@ -76,6 +76,7 @@ def flax_matrix_views(params: Any, *, scanned: Sequence[str] | str = ()) -> Any:
 
     Raises:
       ValueError: for patterns in `scanned` that match nothing, or leaves that are no arrays.
+      TypeError: for a number alone, as the count that `optax.inject_hyperparams` calls it with.
 
     Example:
       >>> kernel = jax.ShapeDtypeStruct((3, 3, 16, 32), jnp.float32)
@@ -86,6 +87,11 @@ def flax_matrix_views(params: Any, *, scanned: Sequence[str] | str = ()) -> Any:
     stacks = [Rule(pattern, "muon", "scanned") for pattern in patterns]
     _check_patterns(stacks, params)
     check_arrays(leaves_with_segments(params))
+    if jax.tree_util.all_leaves([params]) and not is_float_leaf(params):
+        raise TypeError(
+            f"flax_matrix_views takes a tree of parameters, got {kind_of(params)}; under "
+            "optax.inject_hyperparams pass static_args=('muon_weight_dimension_numbers',)"
+        )
     leaves = _leaves(params, stacks)
     axes = {leaf.segments: _axes(leaf) for leaf in leaves if not _is_adams(leaf)}
     warn_about(

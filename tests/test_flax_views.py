@@ -414,6 +414,17 @@ def test_leaves_without_a_place_in_a_model():
         flax_matrix_views({"Dense_0": {"kernel": jnp.ones((4, 4))}, "act": jnp.tanh})
 
 
+def test_views_that_injection_calls_as_a_schedule():
+    params = {"query": {"kernel": jnp.ones((8, 2, 4)), "bias": jnp.ones((2, 4))}}
+    options: Any = {"learning_rate": 1.0, "muon_weight_dimension_numbers": flax_matrix_views}
+    with pytest.raises(TypeError, match=r"got int32\(\); .*'muon_weight_dimension_numbers',\)"):
+        optax.inject_hyperparams(muon)(**options).init(params)
+    tx: Any = optax.inject_hyperparams(muon, "muon_weight_dimension_numbers")(**options)
+    update = tx.update(params, tx.init(params), params)[0]["query"]["kernel"].reshape(8, 8)
+    rank_one = 0.696436 / 8  # five jordan steps of 1, spread over 64 equal entries
+    np.testing.assert_allclose(update, np.full((8, 8), -rank_one), rtol=1e-5)
+
+
 def test_views_under_a_mask():
     params = {"Dense_0": {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(8)}, "Dense_1": jnp.eye(4)}
     tx = optax.partition(
