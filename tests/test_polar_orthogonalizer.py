@@ -22,6 +22,7 @@ def test_it_is_hashable_and_equal_by_its_options():
     second = NewtonSchulz(JORDAN, "gram", "bfloat16", "high")
     assert first == second
     assert len({first, second}) == 1
+    assert first == NewtonSchulz(JORDAN, "gram", "bfloat16", jax.lax.Precision.HIGH)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,8 @@ class NewtonSchulz:
         if not isinstance(self.schedule, Schedule):
             raise TypeError(f"schedule={self.schedule!r}; it must come from resolve_schedule.")
         _check_option("method", self.method, get_args(Method))
+        if isinstance(self.precision, lax.Precision):
+            object.__setattr__(self, "precision", self.precision.name.lower())
         _check_option("precision", self.precision, (None, *get_args(PrecisionName)))
         if self.dtype is not None:
             object.__setattr__(self, "dtype", _checked_dtype(self.dtype))

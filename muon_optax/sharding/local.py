@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
-from muon_optax.checks import check_flag, check_static
+from muon_optax.checks import check_choice, check_flag, check_static
 from muon_optax.dtypes import wide_dtype
 from muon_optax.matrix_view import BoundView
 from muon_optax.polar import (
@@ -107,7 +107,7 @@ def make_solver(
     preconditioning: Preconditioning | None,
     method: Method,
     orthogonalizer: Orthogonalizer | None,
-    precision: PrecisionName | jax.lax.Precision | None = None,
+    precision: PrecisionName | None = None,
     adaptive: bool = False,
 ) -> Solver:
     """The solver that the options mean; all are checked, also what `orthogonalizer` leaves unused.
@@ -116,9 +116,10 @@ def make_solver(
       ValueError, TypeError: for options out of range.
     """
     check_flag("adaptive", adaptive)
+    check_choice("ns_method", method, get_args(Method))
+    if precision is not None and not isinstance(precision, jax.lax.Precision):
+        check_choice("ns_precision", precision, get_args(PrecisionName))
     schedule = resolve_schedule(ns_coeffs, ns_steps, preconditioning)
-    if isinstance(precision, jax.lax.Precision):
-        precision = cast(PrecisionName, precision.name.lower())
     iteration = NewtonSchulz(schedule, method, precision=precision)
     if orthogonalizer is None:
         return Solver(iteration, adaptive)
