@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -221,6 +222,20 @@ def test_the_cosine_of_two_conventions():
     pairs = [(ours[t - 1], theirs[t - 1]) for t in (1, 2, 5, 20)]
     cosines = [a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in pairs]
     assert [f"{c:.3f}" for c in cosines] == ["1.000", "0.997", "0.999", "1.000"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rate", "least", "most"),
+    [("bfloat16", 0.999, 1.4, 1.8), ("float16", 0.999, 31, 32), ("bfloat16", 0.95, 0.95, 1.05)],
+)
+def test_the_second_moment_in_half_precision(dtype, rate, least, most):
+    """AdamW steps by its learning rate under a gradient that stays the same."""
+    grads = jnp.array([3.3e-3, 1e-3, 1e-4], dtype)
+    tx: Any = muon(1.0, mu_dtype="float32", adam_b2=rate, adam_nesterov=False)
+    step = lambda state, _: tx.update({"w": jnp.eye(2), "b": grads}, state)[::-1]  # noqa: E731
+    _, updates = jax.lax.scan(step, tx.init({"w": jnp.eye(2), "b": grads}), length=6000)
+    sizes = -np.asarray(updates["b"][-1], np.float64)
+    assert least < sizes.min() < sizes.max() < most
 
 
 def public_names() -> Iterator[tuple[Any, str]]:
