@@ -172,7 +172,17 @@ _EMBEDDINGS = (
     "output_embedding",
     *(
         f"{what}_{name}"
-        for what in ("tok", "token", "token_type", "type", "pos", "position", "rel", "word")
+        for what in (
+            "tok",
+            "token",
+            "token_type",
+            "type",
+            "pos",
+            "position",
+            "positional",
+            "rel",
+            "word",
+        )
         for name in ("emb", "embed", "embedder", "embedding", "embeddings")
     ),
     "wte",

@@ -120,6 +120,7 @@ PATHS = [
     ("decoder/logits_dense/kernel", (8, 50), "adam", "head"),
     ("bert/embeddings/token_type_embeddings/weight", (2, 8), "adam", "embedding"),
     ("posembed_input/pos_embedding", (9, 8), "adam", "embedding"),
+    ("visual/positional_embedding", (9, 8), "adam", "embedding"),
     ("emb", (4096, 64), "adam", "embedding"),
     ("embedder/input_embedding", (50, 8), "adam", "embedding"),
     ("gpt_neox/embed_in/weight", (50, 8), "adam", "embedding"),
