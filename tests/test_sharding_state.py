@@ -173,6 +173,33 @@ def test_a_state_moves_to_another_mesh():
         assert reference.relative_error(got[name], want[name]) <= 1e-5
 
 
+LEAVES = {
+    "rows": Leaf((16, 32), P("x")),
+    "columns": Leaf((16, 32), P(None, "y")),
+    "both": Leaf((32, 16), P("x", "y")),
+    "stack": Leaf((3, 16, 32), P(None, "y"), STACK),
+}
+MIXED = {"x": "auto", "y": "explicit"}
+
+
+@pytest.mark.parametrize("with_context", [False, True])
+@pytest.mark.parametrize("off", ["state", "gradients", "both"])
+@pytest.mark.parametrize("kind", ["explicit", "auto", MIXED])
+def test_what_was_put_nowhere_meets_what_lies_on_the_mesh(kind, off, with_context):
+    """A state made or read before the parameters were put on the mesh; gradients from elsewhere."""
+    mesh = make_mesh(SIZES, kind)
+    where, grads = sharded.shardings(LEAVES, mesh), sharded.gradients(LEAVES)
+    views, placed = sharded.views(LEAVES), jax.device_put(grads, where)
+    tx = scale_by_muon(FAST, weight_dimension_numbers=views, param_shardings=where)
+    state = tx.init(placed if off == "gradients" else grads)
+    given = placed if off == "state" else grads
+    with jax.set_mesh(mesh) if with_context else contextlib.nullcontext():
+        updates, _ = sharded.jit(tx.update)(given, state, placed)
+    for name, want in sharded.answers(LEAVES, grads).items():
+        assert sharded.worst_error(LEAVES[name], updates[name], want) <= 1e-5
+        sharded.assert_lies(updates[name], where[name])
+
+
 ZERO = {
     "wide": (Leaf((16, 32), P()), P("f")),
     "tall": (Leaf((32, 16), P()), P("f")),

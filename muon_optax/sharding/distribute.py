@@ -155,8 +155,9 @@ def _whole_end(view: BoundView, layout: Layout, home: Layout) -> Layout | None:
     Axes of size 1 stay as they are, wherever the home has them: inside a shard_map, results vary
     over them.
     """
-    same_batch = all(home.spec[a] == layout.spec[a] for a in view.batch_axes) if home.spec else True
-    is_known = bool(layout.known and home.known) and layout.mesh == home.mesh
+    if not (layout.known and home.known) or layout.mesh != home.mesh:
+        return None
+    same_batch = all(home.spec[a] == layout.spec[a] for a in view.batch_axes)
     cut_by = layout.axes_of(view.stack_axes)
-    goes_whole = is_known and bool(cut_by) and same_batch and not home.axes_of(view.stack_axes)
+    goes_whole = bool(cut_by) and same_batch and not home.axes_of(view.stack_axes)
     return layout.without(cut_by) if goes_whole else None

@@ -28,6 +28,7 @@ from muon_optax.sharding.buffers import Arrays, Buffers, Elementwise, make_buffe
 from muon_optax.sharding.execute import Exchange, exchange_for
 from muon_optax.sharding.local import Solver
 from muon_optax.sharding.ordering import apart, together
+from muon_optax.sharding.placement import on_mesh_of
 
 __all__ = ["run_buckets"]
 
@@ -66,6 +67,7 @@ def run_buckets(
         run: Any = _Pipeline(mapped, leaves, solver, elementwise, in_order)
         mine = {i: operands[i] for bucket in mapped for i in bucket.members}
         if axes:
+            mine = {i: tuple(on_mesh_of(leaves[i].layout, x) for x in mine[i]) for i in mine}
             specs = {i: leaves[i].layout.partition_spec for i in mine}
             ends = {i: (leaves[i].home or leaves[i].layout).partition_spec for i in mine}
             out = {i: (ends[i], *[specs[i]] * (len(arrays) - 1)) for i, arrays in mine.items()}

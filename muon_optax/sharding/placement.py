@@ -27,6 +27,7 @@ __all__ = [
     "in_its_place",
     "is_on_host",
     "names_host",
+    "on_mesh_of",
     "place",
     "to_declared_memory",
     "to_device",
@@ -64,12 +65,26 @@ def _placed(x: jax.Array, declared: Declared) -> jax.Array:
     spec = spec_without(bare_spec(declared), mesh.manual_axes)  # blocks stay where they are
     if mesh.explicit_axes:
         typed = spec_without(spec, mesh.auto_axes)
-        lies_there = jax.typeof(x).sharding.spec == typed
+        own = jax.typeof(x).sharding
+        lies_there = own.spec == typed and not own.mesh.empty
         x = x if lies_there else jax.sharding.reshard(x, NamedSharding(mesh, typed))
     if set(mesh.axis_types) != {AxisType.Explicit}:
         rest = spec_without(spec, mesh.explicit_axes)
         x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, rest))
     return x
+
+
+def on_mesh_of(layout: Layout, x: jax.Array) -> jax.Array:
+    """The array, put where its leaf lies on an Explicit mesh if its type names no mesh.
+
+    Numpy arrays and those that were put nowhere have such a type, as the momentum that was made or
+    read before the parameters were put on the mesh.
+    """
+    mesh = layout.mesh
+    if mesh is None or not mesh.explicit_axes or not jax.typeof(x).sharding.mesh.empty:
+        return x
+    spec = spec_without(layout.written, (*mesh.auto_axes, *mesh.manual_axes))
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
 def typed_specs(tree: Any) -> Any:
