@@ -200,6 +200,18 @@ def test_what_was_put_nowhere_meets_what_lies_on_the_mesh(kind, off, with_contex
         sharded.assert_lies(updates[name], where[name])
 
 
+@pytest.mark.parametrize("kind", ["explicit", "auto", MIXED])
+def test_an_eager_update_of_leaves_that_say_how_they_lie(kind):
+    mesh = make_mesh(SIZES, kind)
+    where, grads = sharded.shardings(LEAVES, mesh), sharded.gradients(LEAVES)
+    placed = jax.device_put(grads, where)
+    tx = scale_by_muon(FAST, weight_dimension_numbers=sharded.views(LEAVES))
+    updates: Any = tx.update(placed, tx.init(placed), placed)[0]
+    for name, want in sharded.answers(LEAVES, grads).items():
+        assert sharded.worst_error(LEAVES[name], updates[name], want) <= 1e-5
+        sharded.assert_lies(updates[name], where[name])
+
+
 ZERO = {
     "wide": (Leaf((16, 32), P()), P("f")),
     "tall": (Leaf((32, 16), P()), P("f")),

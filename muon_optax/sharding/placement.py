@@ -6,7 +6,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from muon_optax.sharding.specs import (
     Declared,
@@ -63,6 +70,10 @@ def _placed(x: jax.Array, declared: Declared) -> jax.Array:
     if declared is None or mesh is None:
         return x
     spec = spec_without(bare_spec(declared), mesh.manual_axes)  # blocks stay where they are
+    is_mixed = bool(mesh.explicit_axes) and bool(mesh.auto_axes)
+    if is_mixed and isinstance(mesh, Mesh) and not isinstance(x, Tracer):
+        # Eagerly, a constraint on the Auto axes alone moves the Explicit ones, and not in the type.
+        return jax.device_put(x, NamedSharding(mesh, spec))
     if mesh.explicit_axes:
         typed = spec_without(spec, mesh.auto_axes)
         own = jax.typeof(x).sharding
