@@ -152,3 +152,20 @@ def test_a_model_of_ones_own_is_taken_as_it_is():
     assert device_model("auto").name == "cpu"
     with pytest.raises(ValueError, match=r"auto.*h100.*DeviceModel.*'h1000'"):
         device_model("h1000")
+
+
+@pytest.mark.parametrize(
+    ("figures", "error", "message"),
+    [
+        ({"half_flops": "fast"}, TypeError, "half_flops must be a number, got 'fast'"),
+        ({"single_flops": -1.0}, ValueError, "single_flops must be finite and not negative"),
+        ({"bandwidth": 0}, ValueError, "bandwidth must be above 0, got 0"),
+        ({"node_size": 0}, ValueError, "node_size must be above 0"),
+        ({"slow_bandwidth": math.nan}, ValueError, "slow_bandwidth must be finite"),
+        ({"latency": -1e-5}, ValueError, "latency must be finite and not negative"),
+        ({"axis_bandwidth": (("r", 0.0),)}, ValueError, "axis_bandwidth of r must be above 0"),
+    ],
+)
+def test_figures_that_no_device_has(figures, error, message):
+    with pytest.raises(error, match=message):
+        dataclasses.replace(DEVICE, **figures)

@@ -22,6 +22,7 @@ from typing import Literal
 
 import jax
 
+from muon_optax.checks import check_number
 from muon_optax.polar import NewtonSchulz
 
 __all__ = ["DEVICES", "Cost", "DeviceModel", "Strategy", "Work", "device_model", "estimate"]
@@ -45,6 +46,10 @@ class DeviceModel:
       overlaps: whether exchanges run under products, and the compiler keeps to the order that this
         takes.
 
+    Raises:
+      TypeError: for a figure that is no number.
+      ValueError: for a rate that isn't finite and above 0, or a negative latency.
+
     Example:
       >>> cluster = DeviceModel("mine", 1e15, 5e14, 4e11, node_size=8, slow_bandwidth=5e10)
       >>> sizes = {"replica": 4, "fsdp": 8}  # in the mesh's order
@@ -61,6 +66,16 @@ class DeviceModel:
     latency: float = 1e-5
     axis_bandwidth: tuple[tuple[str, float], ...] = ()
     overlaps: bool = True
+
+    def __post_init__(self) -> None:
+        rates = {n: getattr(self, n) for n in ("half_flops", "single_flops", "bandwidth")}
+        rates |= {"node_size": self.node_size, "slow_bandwidth": self.slow_bandwidth}
+        rates |= {f"axis_bandwidth of {axis}": rate for axis, rate in self.axis_bandwidth}
+        for name, value in rates.items():
+            check_number(name, value)
+            if not value:
+                raise ValueError(f"{name} must be above 0, got {value!r}")
+        check_number("latency", self.latency)
 
     def rate(self, itemsize: int) -> float:
         """FLOP/s for elements of this size."""
