@@ -34,6 +34,7 @@ from muon_optax.sharding.cost import DeviceModel
 from muon_optax.sharding.distribute import Distribution, StrategyRules
 from muon_optax.sharding.local import Orthogonalizer, make_solver
 from muon_optax.sharding.placement import (
+    check_fits,
     check_stays,
     homes_of,
     in_its_place,
@@ -308,6 +309,7 @@ def scale_by_muon(
         spread.check_patterns(params)
         _bound_views(whole_shapes(params, param_shardings), weight_dimension_numbers)
         check_stays(params, param_shardings, mu_shardings)
+        check_fits(params, mu_shardings)
         state = buffer.init_state(params)
         if mu_shardings is None:
             return state

@@ -247,6 +247,24 @@ def test_momentum_that_lies_elsewhere(kind, strategy):
         sharded.assert_lies(state.mu[name], there[name])
 
 
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (P(None, None, "x"), "has 3 entries for a leaf of 2 dims"),
+        (P("z"), r"names the axes \['z'\]; the mesh has \('x', 'y'\)"),
+        (P("x", "x"), "names an axis twice"),
+        (P(None, ("x", "y")), r"dim 1 of shape \(16, 12\) must be a multiple of 8"),
+    ],
+)
+def test_momentum_that_can_not_lie_there_is_an_error_at_init(spec, message, jit):
+    mesh = make_mesh(SIZES)
+    params = jax.device_put({"mlp": {"up": jnp.ones((16, 12))}}, NamedSharding(mesh, P()))
+    tx = muon(0.1, mu_shardings=spec)
+    with pytest.raises(ValueError, match=rf"mu_shardings says:\n  mlp/up: .*{message}"):
+        (jax.jit(tx.init) if jit else tx.init)(params)
+
+
 SIZE_ONE = {
     "rows": (P(), P(("f", "o"))),
     "columns": (P(None, "o"), P("o", "f")),

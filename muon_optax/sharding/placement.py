@@ -22,6 +22,7 @@ from muon_optax.sharding.specs import (
     declared_specs,
     is_spec,
     mesh_of,
+    read_layout,
     read_layouts,
     spec_without,
 )
@@ -29,6 +30,7 @@ from muon_optax.tree_paths import align, graft, leaves_with_segments, path_name,
 
 __all__ = [
     "HOST_MEMORY",
+    "check_fits",
     "check_stays",
     "homes_of",
     "in_its_place",
@@ -140,6 +142,29 @@ def check_stays(tree: Any, declared: Any, there: Any) -> None:
     raise_together(
         problems, f"inside a shard_map over {manual} momentum must lie there like its parameter:"
     )
+
+
+def check_fits(tree: Any, there: Any) -> None:
+    """Raises for leaves that can't lie as declared; inside a shard_map, blocks can't tell.
+
+    Raises:
+      ValueError: listing the leaves.
+    """
+    if there is None or jax.sharding.get_abstract_mesh().manual_axes:
+        return
+    problems = []
+    for (path, x), spec in zip(
+        leaves_with_segments(tree), declared_specs(there, tree), strict=True
+    ):
+        mesh = mesh_of(x, spec)
+        if spec is None or mesh is None:
+            continue
+        try:  # a shape, since what an array's type says would count for more than the declaration
+            whole = NamedSharding(mesh, PartitionSpec())
+            read_layout(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), bare_spec(spec))
+        except ValueError as error:
+            problems.append(f"{path_name(path)}: {error}")
+    raise_together(problems, "the momentum of these leaves can't lie as mu_shardings says:")
 
 
 def is_on_host(x: Any) -> bool:
