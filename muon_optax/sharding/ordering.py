@@ -15,6 +15,8 @@ __all__ = ["apart", "together"]
 
 T = TypeVar("T")
 
+_LANES = 128  # rows are padded to a multiple of so many elements on TPUs
+
 
 def together(values: T) -> T:
     """Returns a tree of arrays as it is; none can be used before all are computed.
@@ -27,21 +29,26 @@ def together(values: T) -> T:
     return treedef.unflatten(_together.bind(*leaves))
 
 
-def apart(x: jax.Array) -> jax.Array:
-    """Returns a part of an array as it is; on TPUs in memory of its own, in the usual layout.
+def apart(part: jax.Array) -> jax.Array:
+    """Returns a part of an array as it is; on TPUs in memory of its own, its rows in one piece.
 
-    XLA there copies a whole array that is read and written in one fusion, and gives arrays that
-    are cut by columns the layout that suits their exchange, by two copies of each.
+    XLA there copies a whole array that is read and written in one fusion. It also gives arrays that
+    are cut by columns the layout that suits their exchange, by two copies of each. Where short rows
+    would be padded by much it may: they lie by columns anyway.
 
     Example:
       >>> apart(jax.numpy.ones(2)).tolist()
       [1.0, 1.0]
     """
+    columns = part.shape[-1]
+    rows_in_one_piece = Layout(tuple(range(part.ndim)))
 
     def on_tpu(x: jax.Array) -> jax.Array:
-        return jax.lax.optimization_barrier(with_layout_constraint(x, Layout(tuple(range(x.ndim)))))
+        if -columns % _LANES <= columns / 8:
+            x = with_layout_constraint(x, rows_in_one_piece)
+        return jax.lax.optimization_barrier(x)
 
-    return jax.lax.platform_dependent(x, tpu=on_tpu, default=lambda x: x)
+    return jax.lax.platform_dependent(part, tpu=on_tpu, default=lambda x: x)
 
 
 _together = Primitive("together")

@@ -206,20 +206,22 @@ class _Held:
 
     def put(self, chunk: _Chunk, results: jax.Array) -> None:
         """Replaces the first operand."""
-        results = self._apart(results)
         sizes = [p.stop - p.start for p in chunk.pieces]
         parts = jnp.split(results, np.cumsum(sizes)[:-1]) if len(sizes) > 1 else [results]
         for p, part in zip(chunk.pieces, parts, strict=True):
-            self.leaves[p.leaf].put(p.turned(part), p.start)
+            self.leaves[p.leaf].put(self._apart(p.turned(part)), p.start)
             if self.leaves[p.leaf].is_written:
                 self._touched.add(p.leaf)
 
     def _form(self, chunk: _Chunk, scalars: Any) -> jax.Array:
-        found = [p.turned(self.leaves[p.leaf].form(scalars, p.start, p.stop)) for p in chunk.pieces]
-        return self._apart(found[0] if len(found) == 1 else jnp.concatenate(found))
+        found = []
+        for p in chunk.pieces:
+            part = self.leaves[p.leaf].form(scalars, p.start, p.stop)
+            found.append(p.turned(self._apart(part)))
+        return found[0] if len(found) == 1 else jnp.concatenate(found)
 
-    def _apart(self, chunk: jax.Array) -> jax.Array:
-        return apart(chunk) if self._in_order else chunk
+    def _apart(self, part: jax.Array) -> jax.Array:
+        return apart(part) if self._in_order else part
 
     def _keep(self, chunk: _Chunk, scalars: Any) -> None:
         for p in chunk.pieces:
