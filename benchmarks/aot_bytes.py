@@ -1,6 +1,7 @@
-"""What a step of Llama-3-8B receives, overlaps and needs, compiled for machines that aren't here.
+"""What a step of a real model receives, overlaps and needs, compiled for machines that aren't here.
 
     python benchmarks/aot_bytes.py cuda --devices 8 64 512 1024 --output aot_bytes.json
+    python benchmarks/aot_bytes.py cuda --model deepseek-v3 --devices 64 --layouts fsdp_experts
     python benchmarks/aot_bytes.py tpu --devices 8 64 512 --output aot_bytes.json
 
 Each platform wants a virtual environment of its own, as the plugins would otherwise claim the CPU
@@ -43,9 +44,9 @@ from benchmarks.compiled import read_program
 from benchmarks.schedule import read_schedule
 from benchmarks.shapes import LAYOUTS, ModelOnMesh, like_params, model_on, placed, plain_views
 from muon_optax import Plan, muon, plan
+from muon_optax.models import MODELS
 from muon_optax.sharding.cost import DEVICES
 
-MODEL = "llama3-8b"
 DEFAULT_LAYOUTS = ("fsdp_rows", "fsdp_columns", "hsdp", "fsdp_tp")
 CONTESTANTS = ("muon_optax", "optax")
 DEVICE_MODELS = {"cuda": "h100", "tpu": "tpu_v5p"}
@@ -100,11 +101,11 @@ def compile_step(
 
 
 def measure(
-    platform: str, layout: str, devices: int, contestant: str, is_scanned: bool
+    platform: str, name: str, layout: str, devices: int, contestant: str, is_scanned: bool
 ) -> dict[str, Any]:
     """One record of the results."""
     device = DEVICE_MODELS[platform]
-    model = model_on(MODEL, layout, devices=devices, scanned=is_scanned)
+    model = model_on(name, layout, devices=devices, scanned=is_scanned)
     where = model.shardings(make_mesh(platform, model.sizes))
     compiled, seconds = compile_step(contestant, model, where, device)
     text = compiled.as_text() or ""
@@ -112,6 +113,7 @@ def measure(
     workspace, fewest = _workspace(compiled, placed(model.params, where)), fewest_bytes(model)
     record = {
         "platform": platform,
+        "model": name,
         "devices": devices,
         "layout": layout,
         "scanned": is_scanned,
@@ -121,7 +123,7 @@ def measure(
         "received_by_kind": program.received_by_kind,
         "collectives": program.counts,
         "fewest": round(fewest),
-        "ratio_to_fewest": round(program.received / fewest, 4),
+        "ratio_to_fewest": round(program.received / fewest, 4) if fewest else 1.0,
         "flops_in_program": program.flops,
         "exchanges_between_products": program.exchanges_between_products,
         "share_overlapped": round(schedule.share_covered, 4),
@@ -157,7 +159,7 @@ def _promises(promised: Plan, received: int, model: ModelOnMesh) -> dict[str, An
             for row in promised.rows
         ],
         "formula": round(chosen),
-        "ratio": round(received / chosen, 4),
+        "ratio": round(received / chosen, 4) if chosen else 1.0,
         "plan_bytes": promised.bytes,
         "plan_seconds": round(promised.seconds, 6),
         "busiest_flops": promised.flops,
@@ -167,7 +169,7 @@ def _promises(promised: Plan, received: int, model: ModelOnMesh) -> dict[str, An
 
 def keep(records: list[dict[str, Any]], path: Path) -> None:
     """Writes records beside those of other programs."""
-    names = ("platform", "devices", "layout", "scanned", "contestant")
+    names = ("platform", "model", "devices", "layout", "scanned", "contestant")
     old = json.loads(path.read_text())["records"] if path.exists() else []
     merged = {tuple(r[n] for n in names): r for r in (*old, *records)}
     data = {"jax": jax.__version__, "records": [merged[k] for k in sorted(merged)]}
@@ -178,6 +180,7 @@ def keep(records: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("platform", choices=("cuda", "tpu"))
+    parser.add_argument("--model", choices=MODELS, default="llama3-8b")
     parser.add_argument("--devices", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument("--layouts", nargs="+", choices=sorted(LAYOUTS), default=DEFAULT_LAYOUTS)
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=["muon_optax"])
@@ -187,7 +190,8 @@ def main() -> None:
     for devices, layout, contestant in itertools.product(
         arguments.devices, arguments.layouts, arguments.contestants
     ):
-        record = measure(arguments.platform, layout, devices, contestant, not arguments.unstacked)
+        program = layout, devices, contestant, not arguments.unstacked
+        record = measure(arguments.platform, arguments.model, *program)
         print(json.dumps(record), flush=True)
         if arguments.output:
             keep([record], arguments.output)

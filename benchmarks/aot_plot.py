@@ -23,8 +23,8 @@ PANELS = (
 
 
 def draw(records: list[dict[str, Any]], path: Path) -> None:
-    """One bar a program and panel, contestants side by side."""
-    records = [r for r in records if r["scanned"]]
+    """One bar a program of Llama-3-8B and panel, contestants side by side."""
+    records = [r for r in records if r["scanned"] and r["model"] == "llama3-8b"]
     keys = ("platform", "devices", "layout")
     cases = sorted({tuple(r[k] for k in keys) for r in records})
     figure, axes = plt.subplots(len(PANELS), 1, figsize=(2 + 0.4 * len(cases), 9), sharex=True)
