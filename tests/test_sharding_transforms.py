@@ -13,7 +13,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import FAST, STACK, Leaf, make_mesh
 
-from muon_optax import MatrixView, MuonDimensionNumbers, MuonWarning, muon, scale_by_muon
+from muon_optax import (
+    DeviceModel,
+    MatrixView,
+    MuonDimensionNumbers,
+    MuonWarning,
+    muon,
+    scale_by_muon,
+)
 
 KINDS = ["explicit", "auto"]
 SPECS = {"w": P("f"), "b": P()}
@@ -59,6 +66,43 @@ def test_members_under_vmap(kind, spec, strategy):
     assert error <= 1e-5
     if kind == "explicit" or spec[0] is None:
         sharded.assert_lies(updates, where)
+
+
+def error_by_gram(kind: str, member: str | None, strategy: str) -> float:
+    """The error of members for which 'auto' would exchange Gram matrices."""
+    mesh = make_mesh({"m": 2, "f": 4}, kind)
+    leaf = Leaf((4, 3, 8, 128), P(member, None, None, "f"), MuonDimensionNumbers(2, 3))
+    tx = scale_by_muon(
+        FAST,
+        weight_dimension_numbers=STACK,
+        strategy=strategy,
+        param_shardings=P(None, None, "f") if kind == "auto" else None,
+        device=DeviceModel("slow links", 1e14, 1e14, 1e8),
+    )
+    x = leaf.gradient(0)
+    step = sharded.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0]))
+    updates = step(jax.device_put(x, NamedSharding(mesh, leaf.spec)))
+    return sharded.worst_error(leaf, updates, sharded.answers({"w": leaf}, {"w": x})["w"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "member", "strategy"),
+    [
+        ("auto", "m", "auto"),
+        ("auto", "m", "gram"),
+        ("auto", None, "gram"),
+        ("explicit", "m", "auto"),
+        ("explicit", None, "auto"),
+        ("explicit", None, "gram"),
+    ],
+)
+def test_members_by_gram_matrices_or_whole(kind, member, strategy):
+    assert error_by_gram(kind, member, strategy) <= 1e-5
+
+
+def test_gram_is_refused_where_members_lie_over_an_explicit_axis():
+    with pytest.raises(ValueError, match="'gram' can't be, JAX can't reduce-scatter under a vmap"):
+        error_by_gram("explicit", "m", "gram")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -151,6 +151,8 @@ def _why_not_gram(leaf: Leaf, solver: NewtonSchulz | None) -> str | None:
         return "fused blocks are cut from whole matrices"
     if not leaf.shard_axes or leaf.layout.axes_of(long) != leaf.layout.axes_of(view.stack_axes):
         return "the long side of a matrix, and that alone, must be sharded"
+    if leaf.layout.is_mapped:
+        return "JAX can't reduce-scatter under a vmap over an Explicit mesh axis"
     return None
 
 

@@ -81,6 +81,11 @@ class Layout:
         """Whether anything but the partitioner knows where the blocks lie."""
         return self.mesh is None or bool(self.known)
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether a `vmap` maps over an Explicit axis of the mesh, hidden from the leaf."""
+        return self.mesh is not None and any(a not in self.known for a in self.mesh.explicit_axes)
+
     def block_of(self, array: jax.Array) -> jax.Array:
         """This device's block of an array that broadcasts against the whole leaf."""
         for dim, axes in enumerate(self.spec):
