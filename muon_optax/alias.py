@@ -19,7 +19,13 @@ from muon_optax.sharding.distribute import StrategyRules
 from muon_optax.sharding.local import Orthogonalizer
 from muon_optax.sharding.placement import in_its_place
 from muon_optax.transform import scale_by_muon, scale_by_shape
-from muon_optax.wrappers import chain_in_order, decayed_weights, in_float32, in_parameter_layout
+from muon_optax.wrappers import (
+    chain_in_order,
+    decayed_weights,
+    in_float32,
+    in_parameter_layout,
+    widened,
+)
 
 __all__ = ["WeightDecayKind", "muon"]
 
@@ -237,7 +243,11 @@ def _with_decay_and_rate(
 def _adamw(
     learning_rate: ScalarOrSchedule, weight_decay: ScalarOrSchedule, mu_dtype: Any, **options: Any
 ) -> optax.GradientTransformation:
-    """Optax's AdamW, with moments in the parameters' layout, and complex where those are."""
+    """Optax's AdamW, with moments in the parameters' layout, and complex where those are.
+
+    It forms them in float32 at least: optax would multiply half-precision ones by decay rates of
+    that dtype, and bfloat16 rounds 0.999 to 1.
+    """
 
     def chain(dtype: Any) -> optax.GradientTransformation:
         return optax.chain(
@@ -248,4 +258,8 @@ def _adamw(
 
     # Only init knows the dtype, which `in_float32` then keeps: optax would cast a complex moment.
     init = in_parameter_layout(chain(mu_dtype)).init
-    return optax.GradientTransformation(init, chain(None).update)
+
+    def update(updates, state, params=None):
+        return chain(None).update(updates, widened(state), params)
+
+    return optax.GradientTransformation(init, update)

@@ -10,10 +10,11 @@ import optax
 from jax.core import Tracer
 
 from muon_optax.dtypes import wide_dtype
+from muon_optax.leaf_kinds import is_float_leaf
 from muon_optax.momentum import moment_dtype, zeros_like_parameter
 from muon_optax.tree_paths import align, cast_like
 
-__all__ = ["chain_in_order", "decayed_weights", "in_float32", "in_parameter_layout"]
+__all__ = ["chain_in_order", "decayed_weights", "in_float32", "in_parameter_layout", "widened"]
 
 
 def in_float32(
@@ -33,15 +34,21 @@ def in_float32(
     inner = optax.with_extra_args_support(inner)
 
     def update(updates, state, params=None, **extra_args):
-        grads = updates if takes_half else _widen(updates)
-        new, new_state = inner.update(grads, state, _widen(params), **extra_args)
+        grads = updates if takes_half else widened(updates)
+        new, new_state = inner.update(grads, state, widened(params), **extra_args)
         return cast_like(new, updates), cast_like(new_state, state)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-def _widen(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(wide_dtype(x.dtype)), tree)
+def widened(tree: Any) -> Any:
+    """The tree with its floating-point leaves in float32 at least.
+
+    Example:
+      >>> widened({"mu": jnp.ones(2, "bfloat16"), "count": jnp.ones((), "int32")})
+      {'count': Array(1, dtype=int32), 'mu': Array([1., 1.], dtype=float32)}
+    """
+    return jax.tree.map(lambda x: x.astype(wide_dtype(x.dtype)) if is_float_leaf(x) else x, tree)
 
 
 def in_parameter_layout(

@@ -161,6 +161,30 @@ def test_moments_of_complex_leaves_are_complex(mu_dtype):
     assert dtypes(updates[1]) == dtypes(params)
 
 
+def adamw(grads: Any, rounded: Any) -> list[np.ndarray]:
+    """Updates in float64, without Nesterov momentum, for a rate of 1; moments are kept rounded."""
+    m = v = np.zeros_like(grads[0], np.float64)
+    updates = []
+    for t, grad in enumerate(np.asarray(grads, np.float64), start=1):
+        m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad**2
+        updates.append(-m / (1 - 0.9**t) / np.sqrt(v / (1 - 0.999**t)))
+        m, v = np.asarray(rounded(m, "mu"), np.float64), np.asarray(rounded(v, "nu"), np.float64)
+    return updates
+
+
+@pytest.mark.parametrize(("param", "mu_dtype"), [("float32", "bfloat16"), ("bfloat16", None)])
+def test_half_precision_moments_of_adamw_are_rounded_once(param, mu_dtype):
+    """Decay rates aren't: bfloat16 has no 0.9, and takes 0.999 for 1."""
+    kept = {"mu": jnp.dtype(mu_dtype or param), "nu": jnp.dtype(param)}
+    grads = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
+    tx = muon(1.0, mu_dtype=mu_dtype, adam_nesterov=False)
+    params = {"w": jnp.eye(2), "b": jnp.zeros(64, param)}
+    got, _, _ = run(tx, params, [{"w": jnp.eye(2), "b": jnp.asarray(g)} for g in grads])
+    want = adamw(grads, lambda x, name: x.astype(kept[name]))
+    for update, expected in zip(got, want, strict=True):
+        assert reference.relative_error(update["b"], expected) <= 3e-5  # 1 - b2^t in float32
+
+
 def test_no_weak_types_and_types_that_stay():
     params = {"w": jnp.full((2, 3), 1.0), "b": jnp.full(3, 1.0), "s": jnp.asarray(2.0)}
     assert all(x.weak_type for x in jax.tree.leaves(params))
