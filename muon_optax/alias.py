@@ -130,7 +130,8 @@ def muon(
 
     Returns:
       A transformation whose state is optax's `PartitionState` with 'muon' and 'adam' (and 'frozen'
-      where a leaf is). Updates keep the gradient's dtype and are formed in float32 at least.
+      where `partition` may say so). Updates keep the gradient's dtype and are formed in float32 at
+      least.
 
     Raises:
       ValueError, TypeError: for options out of range; at `init`, for leaves that can't be what they

@@ -60,12 +60,14 @@ def dispatch(
     """
     _check_partition(partition)
 
-    def partitioned(assignment: Assignment) -> optax.GradientTransformationExtraArgs:
+    def partitioned(
+        assignment: Assignment, has_frozen: bool
+    ) -> optax.GradientTransformationExtraArgs:
         transforms: dict[Hashable, optax.GradientTransformation] = {
             "muon": muon_half(assignment.views_of),
             "adam": adam_half,
         }
-        if _has_frozen(assignment, views, partition):
+        if has_frozen:
             transforms["frozen"] = optax.set_to_zero()
         return optax.partition(transforms, lambda _: assignment.labels())
 
@@ -80,7 +82,8 @@ def dispatch(
                 "muon_weight_dimension_numbers alone (None is AdamW, nothing is frozen)",
                 overruled(whole, partition, assignment),
             )
-        return partitioned(assignment).init(_only_floats(params))
+        has_frozen = views is None and _may_freeze(partition)
+        return partitioned(assignment, has_frozen).init(_only_floats(params))
 
     def update(updates, state, params=None, **extra_args):
         assignment = assign(whole_shapes(updates, param_shardings), views, partition)
@@ -88,7 +91,7 @@ def dispatch(
         _check_gradients(updates, params, state)
         _check_labels(assignment, state)
         wanted = None if params is None else _only_floats(params)
-        floats, state = partitioned(assignment).update(
+        floats, state = partitioned(assignment, "frozen" in state.inner_states).update(
             _only_floats(updates), state, wanted, **extra_args
         )
         return _with_others(floats, updates, params), state
@@ -96,13 +99,14 @@ def dispatch(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _has_frozen(assignment: Assignment, views: Views, partition: Partition) -> bool:
-    if assignment.decisions:
-        return bool(assignment.segments("frozen"))
-    # `optax.tree_map_params` calls init on a placeholder without leaves. Views freeze nothing,
-    # rules that freeze must match a leaf and labels are leaves: these tell how the state looks.
-    if views is not None or callable(partition):
-        return False
+def _may_freeze(partition: Partition) -> bool:
+    """Whether the state has a place for frozen leaves.
+
+    Whatever the leaves are: `optax.tree_map_params` calls init on a placeholder that has none, and
+    the states must be alike.
+    """
+    if callable(partition):
+        return True
     rules = as_rules(partition)
     labels = jax.tree.leaves(partition) if rules is None else [rule.label for rule in rules]
     return "frozen" in labels

@@ -85,10 +85,6 @@ class Assignment:
             [d.label if d.reason != NOT_FLOAT else "adam" for d in self.decisions]
         )
 
-    def segments(self, label: Label) -> set[Segments]:
-        """The paths of the trainable or frozen floating-point leaves with this label."""
-        return {d.segments for d in self.decisions if d.label == label and d.reason != NOT_FLOAT}
-
     def muon_part(self, tree: Any) -> tuple[Any, list[BoundView]]:
         """The tree with all but Muon's leaves masked, and the views of these."""
         pairs = zip(jax.tree.leaves(tree), self.decisions, strict=True)

@@ -126,23 +126,49 @@ def test_the_muon_half_learns_the_views_of_its_own_tree():
     assert seen[0]["mlp"]["bias"] == seen[0]["embed"]["embedding"] == optax.MaskedNode()
 
 
-def test_a_frozen_state_only_where_a_leaf_is_frozen():
-    frozen = [Rule("embed", "frozen"), Rule("bias", "adam")]
-    states: list[Any] = [stamps(partition=rules).init(PARAMS) for rules in (None, frozen)]
-    assert set(states[0].inner_states) == {"muon", "adam"}
-    assert set(states[1].inner_states) == {"muon", "adam", "frozen"}
+def labels_of(label: str) -> dict[str, Any]:
+    return {"mlp": {"kernel": "muon", "bias": "adam"}, "embed": {"embedding": label}}
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_tree_map_params_through_a_placeholder(frozen):
-    rules = [Rule("bias", "adam")] + [Rule("embedding", "frozen")] * frozen
-    tx: Any = muon(0.1, partition=rules)
-    state = tx.init(PARAMS)
+@pytest.mark.parametrize(
+    "embedding",
+    [jnp.ones((5, 4)), jnp.ones((5, 4), "int32"), optax.MaskedNode()],
+    ids=["float", "int", "masked"],
+)
+@pytest.mark.parametrize(
+    ("partition", "may_freeze"),
+    [
+        (None, False),
+        ((Rule("embedding", "adam"), *default_rules()), False),
+        ((Rule("embedding", "frozen"), *default_rules()), True),
+        (labels_of("adam"), False),
+        (labels_of("frozen"), True),
+        (lambda _: labels_of("adam"), True),
+        (lambda _: labels_of("frozen"), True),
+    ],
+    ids=["default", "rules", "freezing rules", "labels", "freezing labels", "one", "another"],
+)
+def test_tree_map_params_through_a_placeholder(partition, may_freeze, embedding):
+    """What is frozen, if anything, doesn't change how the state looks."""
+    params = {**PARAMS, "embed": {"embedding": embedding}}
+    tx: Any = muon(0.1, partition=partition)
+    state = tx.init(params)
+    assert set(state.inner_states) == {"muon", "adam", *["frozen"] * may_freeze}
     got: Any = optax.tree_map_params(tx, lambda x: x + 1, state)
     assert jax.tree.structure(got) == jax.tree.structure(state)
     assert float(got.inner_states["muon"].inner_state[0].mu["mlp"]["kernel"][0, 0]) == 1
     assert float(got.inner_states["adam"].inner_state[0].nu["mlp"]["bias"][0]) == 1
     assert int(got.inner_states["muon"].inner_state[0].count) == 0
+
+
+def test_a_state_without_a_place_for_frozen_leaves_goes_on_by_a_function_of_labels():
+    """As that of optax.contrib.muon, converted."""
+    labels = labels_of("adam")
+    txs: list[Any] = [muon(0.1, partition=p) for p in (labels, lambda _: labels)]
+    state = txs[0].init(PARAMS)
+    (want, _), (got, new) = (tx.update(PARAMS, state, PARAMS) for tx in txs)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert jax.tree.structure(new) == jax.tree.structure(state)
 
 
 def mixed_tree() -> Any:

@@ -441,8 +441,6 @@ def test_leaves_that_are_not_floating_point_are_frozen_by_any_rule():
     assert labels(params, views={**dict.fromkeys(params), "w": DIMS}) == {**others, "w": "muon"}
     assert labels(params, views={"w": DIMS, **dict.fromkeys(others)}) == {**others, "w": "muon"}
     found = assign(params)
-    assert found.segments("frozen") == set()
-    assert found.segments("muon") == {("w",)}
     assert set(jax.tree.leaves(found.labels())) == {"adam", "muon"}  # masked, so any will do
 
 
