@@ -42,7 +42,7 @@ from muon_optax.sharding.placement import (
     to_declared_memory,
     to_device,
     to_memory_of,
-    typed_specs,
+    to_types_of,
 )
 from muon_optax.sharding.specs import Layout, read_layouts, whole_shapes
 from muon_optax.tree_paths import cast_like, graft, raise_together
@@ -321,7 +321,7 @@ def scale_by_muon(
         homes = homes_of(like, param_shardings)
         check_belongs(state, updates)
         check_stays(updates, param_shardings, mu_shardings)
-        updates = place(updates, typed_specs(state.mu) if mu_shardings is None else mu_shardings)
+        updates = to_types_of(state.mu, place(updates, mu_shardings))
         views = _bound_views(whole_shapes(updates, working_shardings), weight_dimension_numbers)
         treedef = jax.tree.structure(updates)
         grads, mu = jax.tree.leaves(updates), jax.tree.leaves(graft(state.mu, updates))

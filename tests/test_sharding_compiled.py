@@ -146,6 +146,16 @@ def test_nothing_is_sent_where_whole_matrices_are_spread(kind, sizes, spec, view
     assert found.flops <= 1.1 * flops_of(Leaf(shape, spec, view)) / 8
 
 
+@pytest.mark.parametrize("auto", ["x", "y"])
+def test_axes_of_both_kinds_send_no_more(auto):
+    mesh = make_mesh(GRID, {axis: "auto" if axis == auto else "explicit" for axis in GRID})
+    cut = Leaf((16, M, N_), P(None, "x", "y"), STACK)
+    found = program({"w": cut}, mesh, strategy="all_to_all", device=sharded.SLOW)
+    assert found.received <= BAR * all_to_all(16, M, N_, 8), found.received_by_kind
+    spread = Leaf((2, 4, M, N_), P("x", "y"), Dims(2, 3))
+    assert program({"w": spread}, mesh).collectives == ()
+
+
 @pytest.mark.parametrize("strategy", ["gather", "all_to_all", "gram"])
 def test_what_goes_in_stays_within_a_replica(strategy):
     mesh = make_mesh({"r": 2, "f": 4})

@@ -273,6 +273,33 @@ SIZE_ONE = {
 }
 
 
+@pytest.mark.parametrize("jit", [sharded.jit, lambda step: step], ids=["jit", "eager"])
+@pytest.mark.parametrize("sizes", [(2, 4), (1, 1)])
+@pytest.mark.parametrize(
+    ("home", "there", "declared"),
+    [
+        (P("a", "e"), None, True),
+        (P("a", "e"), None, False),
+        (P(None, "e"), None, False),
+        (P("a"), P("a", "e"), True),
+        (P("a", "e"), P(("e", "a")), True),
+    ],
+)
+def test_auto_and_explicit_axes_on_one_mesh(home, there, declared, sizes, jit):
+    mesh = make_mesh(dict(zip("ae", sizes, strict=True)), {"a": "auto", "e": "explicit"})
+    leaf = Leaf((16, 32), home)
+    where = NamedSharding(mesh, home)
+    moved = None if there is None else NamedSharding(mesh, there)
+    tx = scale_by_muon(FAST, param_shardings=where if declared else None, mu_shardings=moved)
+    x = leaf.gradient(0)
+    grad = jax.device_put(x, where)
+    updates, state = jit(tx.update)(grad, jit(tx.init)(grad), grad)
+    assert sharded.worst_error(leaf, updates, sharded.answers({"w": leaf}, {"w": x})["w"]) <= 1e-5
+    sharded.assert_lies(state.mu, moved or where)
+    if declared:
+        sharded.assert_lies(updates, where)
+
+
 @pytest.mark.parametrize("kind", ["explicit", "auto", {"f": "explicit", "o": "auto", "t": "auto"}])
 def test_momentum_that_lies_elsewhere_along_axes_of_size_one(kind):
     mesh = make_mesh({"f": 4, "o": 1, "t": 2}, kind)

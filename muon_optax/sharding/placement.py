@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 from jax.sharding import (
+    AbstractMesh,
     AxisType,
     Mesh,
     NamedSharding,
@@ -42,7 +43,7 @@ __all__ = [
     "to_device",
     "to_host",
     "to_memory_of",
-    "typed_specs",
+    "to_types_of",
 ]
 
 HOST_MEMORY = "pinned_host"  # the memory kind of offloaded arrays
@@ -72,15 +73,12 @@ def _placed(x: jax.Array, declared: Declared) -> jax.Array:
     if declared is None or mesh is None:
         return x
     spec = spec_without(bare_spec(declared), mesh.manual_axes)  # blocks stay where they are
-    is_mixed = bool(mesh.explicit_axes) and bool(mesh.auto_axes)
+    is_mixed = bool(mesh.explicit_axes and mesh.auto_axes)
     if is_mixed and isinstance(mesh, Mesh) and not isinstance(x, Tracer):
-        # Eagerly, a constraint on the Auto axes alone moves the Explicit ones, and not in the type.
+        # Outside of jit a constraint on Auto axes would undo what reshard did.
         return jax.device_put(x, NamedSharding(mesh, spec))
     if mesh.explicit_axes:
-        typed = spec_without(spec, mesh.auto_axes)
-        own = jax.typeof(x).sharding
-        lies_there = own.spec == typed and not own.mesh.empty
-        x = x if lies_there else jax.sharding.reshard(x, NamedSharding(mesh, typed))
+        x = _typed(x, mesh, spec_without(spec, mesh.auto_axes))
     if set(mesh.axis_types) != {AxisType.Explicit}:
         rest = spec_without(spec, mesh.explicit_axes)
         x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, rest))
@@ -100,14 +98,25 @@ def on_mesh_of(layout: Layout, x: jax.Array) -> jax.Array:
     return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
-def typed_specs(tree: Any) -> Any:
-    """Each leaf's spec, for `place`, where its type has one; None where the mesh isn't Explicit."""
+def to_types_of(old: Any, new: Any) -> Any:
+    """The leaves of `new`, along Explicit mesh axes where those of `old` at the same paths lie.
 
-    def spec(x: Any) -> PartitionSpec | None:
-        sharding = jax.typeof(x).sharding
-        return sharding.spec if AxisType.Explicit in sharding.mesh.axis_types else None
+    How they lie along Auto axes isn't in a type, and stays.
+    """
 
-    return jax.tree.map(spec, tree)
+    def moved(x: Any, like: Any) -> Any:
+        sharding = jax.typeof(like).sharding
+        mesh = mesh_of(x, sharding.spec)
+        is_typed = AxisType.Explicit in sharding.mesh.axis_types
+        return _typed(x, mesh, sharding.spec) if is_typed and mesh is not None else x
+
+    return jax.tree.map(moved, new, graft(old, new))
+
+
+def _typed(x: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> jax.Array:
+    own = jax.typeof(x).sharding
+    lies_there = own.spec == spec and not own.mesh.empty
+    return x if lies_there else jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
 def homes_of(tree: Any, declared: Any) -> list[Layout | None]:
