@@ -41,7 +41,7 @@ def host(x: Any) -> np.ndarray:
     return np.asarray(x, np.float64)
 
 
-def members(kind: str, spec: P, strategy: str, axis: str | None = None):
+def members(kind: str, spec: P, strategy: str, axis: str | None = None, within: Any = lambda f: f):
     """Updates of four members under `vmap`, the right ones, and where they should lie."""
     mesh = make_mesh({"m": 2, "f": 4}, kind)
     leaf = Leaf((4, 16, 32), spec, STACK)
@@ -51,7 +51,8 @@ def members(kind: str, spec: P, strategy: str, axis: str | None = None):
     where = NamedSharding(mesh, spec)
 
     def step(x):
-        return jax.vmap(lambda g: tx.update(g, tx.init(g))[0], spmd_axis_name=axis)(x)
+        update = within(lambda g: tx.update(g, tx.init(g))[0])
+        return jax.vmap(update, spmd_axis_name=axis)(x)
 
     updates = sharded.jit(step)(jax.device_put(x, where))
     want = sharded.answers({"w": leaf}, {"w": x})["w"]
@@ -66,6 +67,39 @@ def test_members_under_vmap(kind, spec, strategy):
     assert error <= 1e-5
     if kind == "explicit" or spec[0] is None:
         sharded.assert_lies(updates, where)
+
+
+def in_scan(step: Any) -> Any:
+    return lambda g: jax.lax.scan(lambda g, _: (step(g), None), g, length=1)[0]
+
+
+def in_cond(step: Any) -> Any:
+    return lambda g: jax.lax.cond(jnp.array(1) > 0, step, lambda g: g, g)
+
+
+@pytest.mark.parametrize("within", [jax.jit, jax.checkpoint, in_scan, in_cond])
+@pytest.mark.parametrize("spec", [P("m", "f"), P("m")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_members_of_transformed_updates_under_vmap(kind, spec, within):
+    """The tracers at hand are the inner transformation's, and show nothing of the vmap."""
+    error, updates, where = members(kind, spec, "auto", within=within)
+    assert error <= 1e-5
+    if kind == "explicit":
+        sharded.assert_lies(updates, where)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_all_members_share_under_vmap(kind):
+    mesh = make_mesh({"m": 2, "f": 4}, kind)
+    where, members = NamedSharding(mesh, P("f")), NamedSharding(mesh, P("m"))
+    x = reference.matrix(0, 16, 32)
+    tx = scale_by_muon(FAST, param_shardings=P("f") if kind == "auto" else None, strategy="gather")
+    grad, factors = jax.device_put(x, where), jax.device_put(np.arange(4.0), members)
+    step = jax.vmap(lambda g, factor: factor * tx.update(g, tx.init(g))[0], in_axes=(None, 0))
+    updates = sharded.jit(step)(grad, factors)
+    want = reference.newton_schulz(reference.mixes([x])[0], FAST)
+    for factor, update in enumerate(updates):
+        np.testing.assert_allclose(update, factor * want, atol=1e-5)
 
 
 def error_by_gram(kind: str, member: str | None, strategy: str) -> float:

@@ -16,7 +16,7 @@ from muon_optax.polar import GramExchange
 from muon_optax.reshaping import reshaped
 from muon_optax.sharding.buckets import Leaf, Share
 from muon_optax.sharding.local import Solver
-from muon_optax.sharding.specs import varying_axes
+from muon_optax.sharding.surroundings import varying_axes
 
 __all__ = ["Exchange", "exchange_for"]
 

@@ -6,14 +6,16 @@ Manual, the arrays are blocks, and only a declaration says of what.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from muon_optax.sharding.surroundings import mapped_axes, varying_axes
 from muon_optax.tree_paths import align, leaves_with_segments, path_name, raise_together
 
 __all__ = [
@@ -28,7 +30,6 @@ __all__ = [
     "read_layout",
     "read_layouts",
     "spec_without",
-    "varying_axes",
     "whole_shapes",
 ]
 
@@ -179,22 +180,26 @@ def read_layouts(tree: Any, declared: Any) -> list[Layout]:
       ValueError: listing every leaf whose layout can't be, or can't be known.
     """
     specs = declared_specs(declared, tree)
+    mapped = functools.cache(mapped_axes)  # for now: another call may be in another vmap
     layouts, problems = [], []
     for (path, leaf), spec in zip(leaves_with_segments(tree), specs, strict=True):
         try:
-            layouts.append(read_layout(leaf, spec))
+            layouts.append(read_layout(leaf, spec, mapped))
         except ValueError as error:
             problems.append(f"{path_name(path)}: {error}")
     raise_together(problems, "Muon can't use these leaves as they lie:")
     return layouts
 
 
-def read_layout(x: Any, declared: Declared = None) -> Layout:
+def read_layout(
+    x: Any, declared: Declared = None, mapped: Callable[[Any], frozenset[str]] | None = None
+) -> Layout:
     """Reads how a leaf lies.
 
     Args:
       x: an array, a tracer, or a shape struct.
       declared: what the user says of it.
+      mapped: a function that gives the axes of a mesh that a `vmap` maps over; None asks JAX.
 
     Returns:
       The layout.
@@ -210,7 +215,7 @@ def read_layout(x: Any, declared: Declared = None) -> Layout:
     manual = tuple(mesh.manual_axes) if isinstance(mesh, AbstractMesh) else ()
     if any(mesh.shape[a] > 1 for a in manual) and declared is None:
         _check_whole(x, mesh, manual)
-    hidden = _hidden_axes(x)
+    hidden = (mapped or mapped_axes)(mesh)
     written = _spec_of(x, declared)
     is_alone = all(a in hidden for a in mesh.axis_names if mesh.shape[a] > 1)
     if hidden and is_alone and not is_typed:
@@ -270,11 +275,6 @@ def mesh_of(x: Any, declared: Declared) -> Mesh | AbstractMesh | None:
     return None if declared is None or context.empty else context
 
 
-def varying_axes(x: Any) -> frozenset[str]:
-    """Manual mesh axes over which an array's values differ, as far as its type says."""
-    return jax.typeof(x).manual_axis_type.varying
-
-
 def _check_whole(x: Any, mesh: Mesh | AbstractMesh, manual: Axes) -> None:
     """A block taken for a matrix is silent and wrong, so what can't be told apart is refused."""
     advice = "declare with param_shardings how the parameters lie (P() for a whole matrix)"
@@ -289,19 +289,6 @@ def _check_whole(x: Any, mesh: Mesh | AbstractMesh, manual: Axes) -> None:
             f"the array of shape {x.shape} varies over {varying} inside a shard_map, so it may be "
             f"a block of a larger matrix; {advice}"
         )
-
-
-def _hidden_axes(x: Any) -> set[str]:
-    """Axes that a `vmap` maps over: they are in the batched array's type, not in this one's."""
-    hidden: set[str] = set()
-    while True:
-        if hasattr(x, "batch_dim"):  # a BatchTracer of vmap
-            hidden |= _typed_axes(x.val) - _typed_axes(x)
-            x = x.val
-        elif hasattr(x, "primal"):  # a JVPTracer
-            x = x.primal
-        else:
-            return hidden
 
 
 def _typed_axes(x: Any) -> set[str]:
