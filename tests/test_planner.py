@@ -172,18 +172,6 @@ def test_a_matrix_is_not_repeated_where_later_ones_keep_the_other_devices_busy(o
     assert found.seconds == pytest.approx(flops / 1e9 + exchange)
 
 
-@pytest.mark.parametrize(("layers", "chunks"), [(8, 1), (320, 40), (512, 64), (5120, 64)])
-def test_large_matrices_go_one_by_one_but_in_no_more_chunks_than_can_be_compiled(layers, chunks):
-    slow_network = DeviceModel("slow network", 1e15, 1e15, 1e6, latency=0.0)
-    leaves = {"w": ((layers, 64, 256), P(None, "f"))}
-    (row,) = chosen(leaves, device=slow_network, strategy="all_to_all").rows
-    assert (row.count, row.chunks) == (layers, chunks)
-    (row,) = chosen(
-        leaves, device=slow_network, strategy="all_to_all", max_workspace_bytes=2 * 64 * 256 * 4
-    ).rows
-    assert row.chunks == layers // 8  # memory counts for more
-
-
 IMPOSSIBLE = [
     ("local", (64, 256), P("f"), {}, "in pieces"),
     ("gram", (64, 256), P("f"), {}, "the long side of a matrix, and that alone"),

@@ -29,9 +29,6 @@ STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 _LEAST_WORKSPACE = 2**28
 _WORKSPACE_MATRICES = 6
 
-# Chunks of a bucket, where memory allows: each is compiled for itself, for H100s in .3 to 1 s on one core.
-_CHUNKS = 64
-
 
 @functools.lru_cache(maxsize=256)
 def plan_leaves(
@@ -252,19 +249,18 @@ class _Chooser:
         For k on a device that is 4 k + 2 matrices: each lies there as slices and whole, in and out.
         Without an exchange it is k + 2: results are written over what they are made of. Several
         large ones are a loop of products, which hides less of the exchange than the products
-        themselves, so those that take much longer than the latency go one by one, unless there
-        are so many that the program would take minutes to compile.
+        themselves, so those that take much longer than the latency go one by one.
         """
         places = 1 if strategy == "local" else 4
         held = self.budget // max(1, work.matrix_bytes)
         at_once = max(1, (held - 2) // places)
         seconds = work.matrix_bytes / self.device.bandwidth_over(work.shard_axes, dict(work.sizes))
         is_large = seconds > 5 * self.device.latency
-        each = {"local": 1, "gather": work.replicas}.get(strategy, work.owners)
         if self.device.overlaps and is_large and strategy != "local":
-            at_once = min(at_once, math.ceil(count / each / _CHUNKS))
+            at_once = 1
         elif strategy == "local" and self.are_single and self.leaf.layout.is_known:
             at_once = min(at_once, group_size(count, work.rows * work.columns))
+        each = {"local": 1, "gather": work.replicas}.get(strategy, work.owners)
         return min(count, at_once * each)
 
     def _price(self, share: Share) -> float:
