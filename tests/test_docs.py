@@ -199,14 +199,11 @@ def test_the_bytes_of_compiled_programs():
     places = {(record["platform"], record["devices"]) for record in ours}
     assert {("cuda", 8), ("cuda", 64), ("cuda", 512), ("cuda", 1024)} <= places
     assert "tpu" in {platform for platform, _ in places}
-    # Never more than the formula; in one program XLA for TPUs sends less than the plan asks for.
-    of_formula = [round(record["received"] / record["formula"], 2) for record in ours]
-    assert max(of_formula) == 1
-    assert [r for r, ratio in zip(ours, of_formula, strict=True) if ratio < 1] == [
-        r for r in ours if (r["platform"], r["devices"], r["layout"]) == ("tpu", 512, "hsdp")
-    ]
+    for record in ours:
+        assert record["received"] == record["formula"], record
     names = ("platform", "devices", "layout", "contestant", "scanned")
-    received = {tuple(record[n] for n in names): record["received"] for record in records}
+    llama = [record for record in records if record["model"] == "llama3-8b"]
+    received = {tuple(record[n] for n in names): record["received"] for record in llama}
     for layout, *cells in rows_of("sharding.md", "| Llama-3-8B, 64 H100s"):
         found = [received["cuda", 64, layout.strip("`"), who, True] for who in CONTESTANTS]
         assert cells == [*(quantity(x, "B") for x in found), f"{found[1] / found[0]:.0f}"]
@@ -226,7 +223,7 @@ def test_the_cosine_of_two_conventions():
 
 @pytest.mark.parametrize(
     ("dtype", "rate", "least", "most"),
-    [("bfloat16", 0.999, 1.4, 1.8), ("float16", 0.999, 31, 32), ("bfloat16", 0.95, 0.95, 1.05)],
+    [("bfloat16", 0.999, 1.7, 2.2), ("float16", 0.999, 31, 32), ("bfloat16", 0.95, 0.95, 1.05)],
 )
 def test_the_second_moment_in_half_precision(dtype, rate, least, most):
     """AdamW steps by its learning rate under a gradient that stays the same."""
@@ -235,7 +232,7 @@ def test_the_second_moment_in_half_precision(dtype, rate, least, most):
     step = lambda state, _: tx.update({"w": jnp.eye(2), "b": grads}, state)[::-1]  # noqa: E731
     _, updates = jax.lax.scan(step, tx.init({"w": jnp.eye(2), "b": grads}), length=6000)
     sizes = -np.asarray(updates["b"][-1], np.float64)
-    assert least < sizes.min() < sizes.max() < most
+    assert least < sizes.min() <= sizes.max() < most
 
 
 def public_names() -> Iterator[tuple[Any, str]]:
