@@ -1,5 +1,6 @@
 """Moves leaves to other layouts, and between device and host memory."""
 
+import functools
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from muon_optax.sharding.specs import (
     read_layouts,
     spec_without,
 )
+from muon_optax.sharding.surroundings import mapped_axes
 from muon_optax.tree_paths import align, graft, leaves_with_segments, path_name, raise_together
 
 __all__ = [
@@ -161,6 +163,7 @@ def check_fits(tree: Any, there: Any) -> None:
     """
     if there is None or jax.sharding.get_abstract_mesh().manual_axes:
         return
+    mapped = functools.cache(mapped_axes)
     problems = []
     for (path, x), spec in zip(
         leaves_with_segments(tree), declared_specs(there, tree), strict=True
@@ -170,7 +173,8 @@ def check_fits(tree: Any, there: Any) -> None:
             continue
         try:  # a shape, since what an array's type says would count for more than the declaration
             whole = NamedSharding(mesh, PartitionSpec())
-            read_layout(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), bare_spec(spec))
+            shape = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
+            read_layout(shape, bare_spec(spec), mapped)
         except ValueError as error:
             problems.append(f"{path_name(path)}: {error}")
     raise_together(problems, "the momentum of these leaves can't lie as mu_shardings says:")
