@@ -26,7 +26,7 @@ def reshaped(x: jax.Array, sizes: Sequence[int]) -> jax.Array:
       >>> reshaped(jax.numpy.ones((2, 3, 4, 5)), (6, 20)).shape
       (6, 20)
     """
-    if not x.size:
+    if not x.size or x.size != math.prod(sizes):  # the latter is JAX's to refuse
         return x.reshape(sizes)
     done = 0
     for old, new in _groups(x.shape, tuple(sizes)):

@@ -37,3 +37,8 @@ def test_over_an_explicit_axis(old, new):
     found = jax.jit(jax.vmap(lambda x: reshaped(x, new)))(placed)
     np.testing.assert_array_equal(found, x.reshape(2, *new))
     assert found.sharding.spec[0] == "m"
+
+
+def test_other_sizes_are_an_error():
+    with pytest.raises(TypeError, match=r"\(2, 3\) .*\(7,\)"):
+        reshaped(jax.numpy.ones((2, 3)), (7,))
