@@ -182,6 +182,16 @@ def test_shardings_need_a_mesh(tmp_path):
     assert run("report", *argv)[0] == run("plan", *argv, "--mesh", "fsdp=2")[0] == 0
 
 
+@pytest.mark.parametrize("shape", [[22728, 2232030060], [2**31, 2**31], [6, 2**60]])
+def test_sizes_beyond_any_machine_have_a_plan(tmp_path, shape):
+    shapes = tmp_path / "shapes.json"
+    shapes.write_text(json.dumps({"up": shape}))
+    for mesh in ("fsdp=2,tp=3", "fsdp=2"):
+        code, out, err = run("plan", "--shapes", shapes, "--mesh", mesh)
+        assert (code, err) == (0, "")
+        assert "PFLOP" in out
+
+
 def test_what_is_no_file(tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)

@@ -9,11 +9,10 @@ from muon_optax.sharding.cost import Work
 from muon_optax.sharding.loads import Loads, rest_owners
 
 SIZES = (("r", 2), ("o", 3), ("f", 4))
-FLOPS = 10
 
 
-def work(*share_axes):
-    return Work(8, 8, 4, FLOPS, ("f",), share_axes, SIZES)
+def work(flops, *share_axes):
+    return Work(8, 8, 4, flops, ("f",), share_axes, SIZES)
 
 
 def counted(loads, its, offset, count):
@@ -22,16 +21,16 @@ def counted(loads, its, offset, count):
     found = dict(loads)
     for r, o, f in found:
         owner = r * 4 + f if its.share_axes else f
-        found[r, o, f] += FLOPS * (owner in owners)
+        found[r, o, f] += its.flops * (owner in owners)
     return found
 
 
+@pytest.mark.parametrize("unit", [1, 2**80])
 @pytest.mark.parametrize("share_axes", [(), ("r",)])
-def test_peaks_and_the_best_offset(share_axes):
-    its, loads = work(*share_axes), Loads(SIZES)
-    devices = dict.fromkeys(itertools.product(range(2), range(3), range(4)), 0)
-    loads.add_to_all(7)
-    devices = dict.fromkeys(devices, 7)
+def test_peaks_and_the_best_offset(share_axes, unit):
+    its, loads = work(10 * unit, *share_axes), Loads(SIZES)
+    loads.add_to_all(7 * unit)
+    devices = dict.fromkeys(itertools.product(range(2), range(3), range(4)), 7 * unit)
     for count in (1, 3, 2, 3, 1):
         peaks = []
         for offset in range(its.owners):

@@ -9,7 +9,7 @@ __all__ = ["Loads", "rest_owners"]
 
 
 class Loads:
-    """FLOPs of each device of a mesh.
+    """FLOPs of each device of a mesh: float64, since matrices of any size may be asked about.
 
     Example:
       >>> work = Work(8, 8, 4, 100, ("f",), ("r",), (("r", 2), ("f", 4)))
@@ -20,7 +20,7 @@ class Loads:
     """
 
     def __init__(self, sizes: tuple[tuple[str, int], ...]):
-        self._flops = np.zeros([n for _, n in sizes], dtype=np.int64)
+        self._flops = np.zeros([n for _, n in sizes])
 
     @property
     def peak(self) -> int:
@@ -34,7 +34,7 @@ class Loads:
     def add_to_rest(self, offset: int, count: int, work: Work) -> None:
         """Adds one matrix for each owner of a rest, on every device that is that owner."""
         order, others = _owner_order(work)
-        extra = np.zeros(work.owners, dtype=np.int64)
+        extra = np.zeros(work.owners)
         extra[rest_owners(offset, count, work)] = work.flops
         sizes = [self._flops.shape[i] for i in order]
         self._flops.transpose(others + order)[...] += extra.reshape(sizes)
@@ -46,7 +46,8 @@ class Loads:
 
     def peak_with(self, offset: int, count: int, work: Work) -> int:
         """The highest load of the owners of a rest, with the rest."""
-        return int(self._of_owners(work)[rest_owners(offset, count, work)].max()) + work.flops
+        owners = rest_owners(offset, count, work)
+        return int(self._of_owners(work)[owners].max()) + work.flops
 
     def _of_owners(self, work: Work) -> np.ndarray:
         """The highest load of each owner over the mesh axes that don't number owners."""
