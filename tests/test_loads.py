@@ -30,7 +30,7 @@ def counted(loads, its, offset, count):
 def test_peaks_and_the_best_offset(share_axes, unit):
     its, loads = work(10 * unit, *share_axes), Loads(SIZES)
     loads.add_to_all(7 * unit)
-    devices = dict.fromkeys(itertools.product(range(2), range(3), range(4)), 7 * unit)
+    devices = {at: 7 * unit for at in itertools.product(range(2), range(3), range(4))}
     for count in (1, 3, 2, 3, 1):
         peaks = []
         for offset in range(its.owners):
