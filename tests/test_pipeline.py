@@ -19,10 +19,12 @@ from muon_optax import orthogonalize, plan, scale_by_muon
 from muon_optax.sharding.cost import DeviceModel
 
 WIDE, TALL = (16, 32), (32, 16)
-# Leaves whose chunks are parts of them, several of them, and all of one.
+# Leaves whose chunks are parts of them, so many that some rounds are a loop, several of them, and
+# all of one.
 LEAVES = {
     "stack": Leaf((19, *WIDE), P(None, "f"), STACK),
-    "inside": Leaf((16, 11, 32), P("f"), Dims(0, 2)),
+    "long": Leaf((67, 16, 24), P(None, "f"), STACK),
+    "long_inside": Leaf((16, 45, 32), P("f"), Dims(0, 2)),
     "single": Leaf(WIDE, P("f")),
     "tall": Leaf(TALL, P(None, "f")),
     "whole": Leaf((9, *WIDE), P(), STACK),
@@ -73,7 +75,7 @@ def as_float(x: jax.Array) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_results_that_end_elsewhere_have_a_place_of_their_own(dtype):
-    leaves = {"w": Leaf((19, *WIDE), P(None, "f"), STACK), "v": Leaf(WIDE, P("f"))}
+    leaves = {"w": Leaf((59, *WIDE), P(None, "f"), STACK), "v": Leaf(WIDE, P("f"))}
     mesh = make_mesh({"f": 8})
     home = NamedSharding(mesh, P())
     grads = sharded.gradients(leaves)
@@ -114,13 +116,21 @@ def lowered(count: int) -> str:
     return jax.jit(tx.update).lower(w, jax.eval_shape(tx.init, w)).as_text()
 
 
-@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("count", [1, 2, 4])
 def test_a_round_sends_one_chunk_and_receives_the_next_but_one(count):
     found = re.findall(r"stablehlo\.(optimization_barrier|all_to_all)", lowered(count))
     rounds = [len(list(g)) for k, g in itertools.groupby(found) if k == "all_to_all"]
     assert sum(rounds) == 2 * count
     # What is sent comes before a barrier, and what is received after it.
     assert rounds == [1] * 2 * count
+
+
+def test_a_long_stack_is_no_larger_a_program():
+    few, many = lowered(6), lowered(60)
+    assert many.count("\n") == few.count("\n")
+    # Two rounds before the loop, one in front of it that is like those in it, it, and two after.
+    assert len(re.findall(r"stablehlo\.all_to_all", many)) == 2 + 2 + 2 + 2
+    assert len(re.findall(r"stablehlo\.while", many)) == 1
 
 
 def test_the_cheapest_exchanges_are_at_the_ends():
@@ -195,8 +205,9 @@ def test_full_rounds_of_owners_are_not_turned():
     assert sorted(row.leaves for row in found.rows) == [("down",), ("up",)]
 
 
-def test_derivatives_pass_through_the_rounds():
-    leaf = Leaf((19, *WIDE), P(None, "f"), STACK)
+@pytest.mark.parametrize("count", [19, 51])
+def test_derivatives_pass_through_the_rounds(count):
+    leaf = Leaf((count, *WIDE), P(None, "f"), STACK)
     x = leaf.gradient(0).astype(np.float32)
     placed = jax.device_put(x, NamedSharding(make_mesh({"f": 8}), leaf.spec))
     alone = scale_by_muon(sharded.FAST, weight_dimension_numbers=STACK)

@@ -16,6 +16,7 @@ from muon_optax.sharding.ordering import apart
 __all__ = ["Arrays", "Buffers", "Elementwise", "make_buffers"]
 
 Arrays = tuple[jax.Array, ...]
+Index = int | jax.Array  # an array in a loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,17 +49,17 @@ class Buffers:
         self._result_block = (leaf.home or leaf.layout).block
         self.arrays = list(operands)
 
-    def form(self, scalars: Any, start: int, stop: int) -> jax.Array:
-        """What is orthogonalised of matrices `start` to `stop`, (stop - start, *block)."""
-        del start, stop
+    def form(self, scalars: Any, start: Index, count: int) -> jax.Array:
+        """What is orthogonalised of `count` matrices from `start` on, (count, *block)."""
+        del start, count
         return self._leaf.view.stack(self._mixed(scalars, self.arrays))
 
-    def keep(self, scalars: Any, start: int, stop: int) -> None:
+    def keep(self, scalars: Any, start: Index, count: int) -> None:
         """Replaces all operands but the first."""
-        del start, stop
+        del start, count
         self.arrays[1:] = self._kept(scalars, self.arrays)
 
-    def put(self, results: jax.Array, start: int) -> None:
+    def put(self, results: jax.Array, start: Index) -> None:
         """Replaces the first operand by results (count, *block), the first of matrix `start`."""
         del start
         self.arrays[0] = self._leaf.view.unstack(results, self._result_block)
@@ -91,14 +92,14 @@ class _Written(Buffers):
         self._operands = len(operands)
         self._result = 0 if fits_first else len(operands)  # where results are among the arrays
 
-    def form(self, scalars: Any, start: int, stop: int) -> jax.Array:
-        return self._mixed(scalars, self._taken(start, stop))
+    def form(self, scalars: Any, start: Index, count: int) -> jax.Array:
+        return self._mixed(scalars, self._taken(start, count))
 
-    def keep(self, scalars: Any, start: int, stop: int) -> None:
-        for k, new in enumerate(self._kept(scalars, self._taken(start, stop)), start=1):
+    def keep(self, scalars: Any, start: Index, count: int) -> None:
+        for k, new in enumerate(self._kept(scalars, self._taken(start, count)), start=1):
             self._write(k, apart(new), start)
 
-    def put(self, results: jax.Array, start: int) -> None:
+    def put(self, results: jax.Array, start: Index) -> None:
         if self._result == len(self.arrays):
             self.arrays.append(_zeros_like_results(results, self._leaf.count))
         self._write(self._result, results, start)
@@ -108,10 +109,10 @@ class _Written(Buffers):
         kept = (unstack(x, block) for x in self.arrays[1 : self._operands])
         return unstack(self.arrays[self._result], self._result_block), *kept
 
-    def _taken(self, start: int, stop: int) -> list[jax.Array]:
-        return [x[start:stop] for x in self.arrays[: self._operands]]
+    def _taken(self, start: Index, count: int) -> list[jax.Array]:
+        return [_taken(x, start, count) for x in self.arrays[: self._operands]]
 
-    def _write(self, k: int, new: jax.Array, start: int) -> None:
+    def _write(self, k: int, new: jax.Array, start: Index) -> None:
         self.arrays[k] = jax.lax.dynamic_update_slice_in_dim(self.arrays[k], new, start, 0)
 
 
@@ -124,15 +125,15 @@ class _Joined(Buffers):
     def __init__(self, leaf: Leaf, operands: Arrays, elementwise: Elementwise):
         super().__init__(leaf, operands, elementwise)
         self._stacks = [leaf.view.stack(x) for x in operands]
-        self._parts: dict[int, jax.Array] = {}
+        self._parts: dict[Any, jax.Array] = {}
 
-    def form(self, scalars: Any, start: int, stop: int) -> jax.Array:
-        return self._mixed(scalars, [x[start:stop] for x in self._stacks])
+    def form(self, scalars: Any, start: Index, count: int) -> jax.Array:
+        return self._mixed(scalars, [_taken(x, start, count) for x in self._stacks])
 
-    def keep(self, scalars: Any, start: int, stop: int) -> None:
+    def keep(self, scalars: Any, start: Index, count: int) -> None:
         pass
 
-    def put(self, results: jax.Array, start: int) -> None:
+    def put(self, results: jax.Array, start: Index) -> None:
         self._parts[start] = results
 
     def finished(self, scalars: Any) -> Arrays:
@@ -147,6 +148,10 @@ def make_buffers(
     """The buffers of a leaf, cut in chunks or not, for a compiler that keeps to an order or not."""
     kind = (_Written if in_order else _Joined) if is_cut else Buffers
     return kind(leaf, operands, elementwise)
+
+
+def _taken(stack: jax.Array, start: Index, count: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(stack, start, count)
 
 
 def _zeros_like_results(results: jax.Array, count: int) -> jax.Array:

@@ -8,14 +8,15 @@ All leaves that are mapped over the same axes go through one shard_map, in round
 
 The compiler is free to move what no data ties, so each round waits for all of the one before, and
 within a round one thing waits for another where that saves memory; a device holds no more than
-three chunks. Only what is read again can be waited for: XLA drops the rest from a barrier. The
-momentum mix is formed and rounded on the shards, inside the shard_map: outside, the partitioner
-would move the exchange before it and send more.
+three chunks. Only what is read again can be waited for: XLA drops the rest from a barrier. Rounds
+that differ by their place in a stack are one loop. The momentum mix is formed and rounded on the
+shards, inside the shard_map: outside, the partitioner would move the exchange before it and send
+more.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -25,14 +26,15 @@ from jax.sharding import PartitionSpec
 
 from muon_optax.sharding.buckets import Bucket, Leaf
 from muon_optax.sharding.buffers import Arrays, Buffers, Elementwise, make_buffers
-from muon_optax.sharding.execute import Exchange, exchange_for
 from muon_optax.sharding.local import Solver
 from muon_optax.sharding.ordering import apart, together
 from muon_optax.sharding.placement import on_mesh_of
+from muon_optax.sharding.rounds import Chunk, Round, chunks_of, rounds_of, runs
 
 __all__ = ["run_buckets"]
 
 T = TypeVar("T")
+_Values = tuple[Any, Any, Any]  # scalars, what was received, what was solved
 
 
 def run_buckets(
@@ -89,29 +91,6 @@ def _axes_to_map(bucket: Bucket) -> frozenset[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Piece:
-    """Matrices `start` to `stop` of a leaf, transposed if it lies across the bucket's others."""
-
-    leaf: int
-    start: int
-    stop: int
-    is_across: bool
-
-    def turned(self, x: jax.Array) -> jax.Array:
-        """Matrices of the leaf as the bucket has them, or back."""
-        return x.mT if self.is_across else x
-
-
-@dataclasses.dataclass(frozen=True)
-class _Chunk:
-    """Matrices that are exchanged at once."""
-
-    exchange: Exchange
-    pieces: tuple[_Piece, ...]
-    bytes: float
-
-
-@dataclasses.dataclass(frozen=True)
 class _Pipeline:
     """The program of one device."""
 
@@ -122,54 +101,54 @@ class _Pipeline:
     in_order: bool
 
     def __call__(self, scalars: Any, operands: dict[int, Arrays]) -> dict[int, Arrays]:
-        chunks = _cheap_at_both_ends([c for bucket in self.buckets for c in self._chunks(bucket)])
+        chunks = chunks_of(self.buckets, self.leaves)
         held = _Held(self._buffers(chunks, operands), self.in_order)
-        received: Any = ()
-        solved: Any = ()
-        sent: Any
-        for coming, here, leaving in _staggered(chunks, stages=3):
-            scalars, received, solved = held.wait((scalars, received, solved))
-            sent = leaving.exchange.send(solved) if leaving else ()
-            solved = here.exchange.solve(received, self.solver) if here else ()
-            if coming:
-                scalars, sent = held.wait((scalars, sent))
-            else:  # nobody reads the scalars again
-                solved, sent = held.wait((solved, sent))
-            if leaving:
-                held.put(leaving, sent)
-            if coming:
-                scalars, received = held.receive(coming, scalars)
-        return {i: buffers.finished(scalars) for i, buffers in held.leaves.items()}
+        values: _Values = (scalars, (), ())
+        for first, *others in runs(rounds_of(chunks)):
+            # The first one makes arrays that the others only write to, and settles their types.
+            values = self._round(held, first, values)
+            if self.in_order and len(others) > 1:
+                values = self._loop(held, others, values)
+            else:
+                for each in others:
+                    values = self._round(held, each, values)
+        return {i: buffers.finished(values[0]) for i, buffers in held.leaves.items()}
 
-    def _buffers(self, chunks: Sequence[_Chunk], operands: dict[int, Arrays]) -> dict[int, Buffers]:
+    def _buffers(self, chunks: Sequence[Chunk], operands: dict[int, Arrays]) -> dict[int, Buffers]:
         pieces = [piece for chunk in chunks for piece in chunk.pieces]
-        cut = {p.leaf for p in pieces if p.stop - p.start < self.leaves[p.leaf].count}
+        cut = {p.leaf for p in pieces if p.count < self.leaves[p.leaf].count}
         make = functools.partial(make_buffers, elementwise=self.elementwise, in_order=self.in_order)
         return {i: make(self.leaves[i], arrays, is_cut=i in cut) for i, arrays in operands.items()}
 
-    def _chunks(self, bucket: Bucket) -> Iterator[_Chunk]:
-        """The bucket's matrices are those of its leaves one after the other; a chunk is a run."""
-        for share, start, count in bucket.chunks:
-            pieces, low = [], start  # `low` counts from the leaf's first matrix
-            for i in bucket.members:
-                first, stop = max(low, 0), min(low + count, self.leaves[i].count)
-                is_across = self.leaves[i].sides != bucket.leaf.sides
-                pieces += [_Piece(i, first, stop, is_across)] * (first < stop)
-                low -= self.leaves[i].count
-            exchange = exchange_for(share, bucket.leaf, count)
-            yield _Chunk(exchange, tuple(pieces), share.cost.bytes * count / share.count)
+    def _round(self, held: "_Held", chunks: Round, values: _Values) -> _Values:
+        coming, here, leaving = chunks
+        sent: Any
+        scalars, received, solved = held.wait(values)
+        sent = leaving.exchange.send(solved) if leaving else ()
+        solved = here.exchange.solve(received, self.solver) if here else ()
+        if coming:
+            scalars, sent = held.wait((scalars, sent))
+        else:  # nobody reads the scalars again
+            solved, sent = held.wait((solved, sent))
+        if leaving:
+            held.put(leaving, sent)
+        if coming:
+            scalars, received = held.receive(coming, scalars)
+        return scalars, received, solved
 
+    def _loop(self, held: "_Held", run: Sequence[Round], values: _Values) -> _Values:
+        """Rounds of a run, compiled once."""
 
-def _staggered(items: Sequence[T], stages: int) -> Iterator[tuple[T | None, ...]]:
-    """What is in each stage, time after time, as items go from stage to stage.
+        def round_at(k: jax.Array, carry: Any) -> Any:
+            values, arrays = carry
+            held.set(arrays)
+            values = self._round(held, run[0].moved(k), values)
+            return values, held.get(run[0].leaves)
 
-    Example:
-      >>> list(_staggered("ab", stages=2))
-      [('a', None), ('b', 'a'), (None, 'b')]
-    """
-    nothing = [None] * stages
-    late = [[*nothing[:k], *items, *nothing[k + 1 :]] for k in range(stages)]
-    return zip(*late, strict=True)
+        carry = held.wait(values), held.get(run[0].leaves)
+        values, arrays = jax.lax.fori_loop(0, len(run), round_at, carry)
+        held.set(arrays)
+        return values
 
 
 class _Held:
@@ -183,14 +162,21 @@ class _Held:
         """The values, which wait for what was read and written since the last time."""
         if not self._in_order:
             return values
-        touched = {i: self.leaves[i].arrays for i in sorted(self._touched)}
-        values, touched = together((values, touched))
-        for i, arrays in touched.items():
-            self.leaves[i].arrays = arrays
+        values, touched = together((values, self.get(self._touched)))
+        self.set(touched)
         self._touched.clear()
         return values
 
-    def receive(self, chunk: _Chunk, scalars: Any) -> tuple[Any, jax.Array]:
+    def get(self, leaves: set[int]) -> dict[int, list[jax.Array]]:
+        """The arrays of some leaves."""
+        return {i: self.leaves[i].arrays for i in sorted(leaves)}
+
+    def set(self, arrays: dict[int, list[jax.Array]]) -> None:
+        """Undoes `get`."""
+        for i, replaced in arrays.items():
+            self.leaves[i].arrays = replaced
+
+    def receive(self, chunk: Chunk, scalars: Any) -> tuple[Any, jax.Array]:
         """The scalars, and what this device works on.
 
         The other operands are replaced at once, so that the first one's memory is free before
@@ -198,40 +184,41 @@ class _Held:
         sees through a barrier to what is constant.
         """
         scalars = self.wait(scalars)
-        picked = chunk.exchange.pick(self._form(chunk, scalars))
+        picked = self._form(chunk, scalars)
         self._touched.update(p.leaf for p in chunk.pieces)
         picked = self.wait(picked)
         self._keep(chunk, scalars)
         return scalars, chunk.exchange.receive(picked)
 
-    def put(self, chunk: _Chunk, results: jax.Array) -> None:
+    def put(self, chunk: Chunk, results: jax.Array) -> None:
         """Replaces the first operand."""
-        sizes = [p.stop - p.start for p in chunk.pieces]
-        parts = jnp.split(results, np.cumsum(sizes)[:-1]) if len(sizes) > 1 else [results]
-        for p, part in zip(chunk.pieces, parts, strict=True):
-            self.leaves[p.leaf].put(self._apart(p.turned(part)), p.start)
+        for p, part in zip(chunk.pieces, self._parts(chunk, results), strict=True):
+            self.leaves[p.leaf].put(part, p.start)
             if self.leaves[p.leaf].is_written:
                 self._touched.add(p.leaf)
 
-    def _form(self, chunk: _Chunk, scalars: Any) -> jax.Array:
-        found = []
-        for p in chunk.pieces:
-            part = self.leaves[p.leaf].form(scalars, p.start, p.stop)
-            found.append(p.turned(self._apart(part)))
-        return found[0] if len(found) == 1 else jnp.concatenate(found)
+    def _form(self, chunk: Chunk, scalars: Any) -> jax.Array:
+        """The part of a chunk that this replica picks."""
+        pick = chunk.exchange.pick
+        found = [self.leaves[p.leaf].form(scalars, p.start, p.count) for p in chunk.pieces]
+        if len(found) == 1:
+            return pick(chunk.pieces[0].turned(self._apart(found[0])))
+        # Joined before they are picked from: apart, each would be formed whole for every replica.
+        turned = [p.turned(x) for p, x in zip(chunk.pieces, found, strict=True)]
+        return self._apart(pick(jnp.concatenate(turned)))
+
+    def _parts(self, chunk: Chunk, results: jax.Array) -> list[jax.Array]:
+        """The results of each piece."""
+        if len(chunk.pieces) == 1:
+            return [self._apart(chunk.pieces[0].turned(results))]
+        ends = np.cumsum([p.count for p in chunk.pieces])
+        parts = jnp.split(self._apart(results), ends[:-1])
+        return [p.turned(x) for p, x in zip(chunk.pieces, parts, strict=True)]
 
     def _apart(self, part: jax.Array) -> jax.Array:
         return apart(part) if self._in_order else part
 
-    def _keep(self, chunk: _Chunk, scalars: Any) -> None:
+    def _keep(self, chunk: Chunk, scalars: Any) -> None:
         for p in chunk.pieces:
-            self.leaves[p.leaf].keep(scalars, p.start, p.stop)
+            self.leaves[p.leaf].keep(scalars, p.start, p.count)
             self._touched.add(p.leaf)
-
-
-def _cheap_at_both_ends(chunks: list[_Chunk]) -> list[_Chunk]:
-    """The cheapest chunk last and the next cheapest first: what they exchange there is exposed."""
-    order = sorted(range(len(chunks)), key=lambda k: (chunks[k].bytes, -k))
-    ends = [*order[1:2], *order[:1]]
-    inner = [k for k in range(len(chunks)) if k not in ends]
-    return [chunks[k] for k in (*ends[:-1], *inner, *ends[-1:])]
