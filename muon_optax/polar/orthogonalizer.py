@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from muon_optax.checks import check_choice
 from muon_optax.dtypes import wide_dtype
 from muon_optax.polar import iterate
 from muon_optax.polar.coefficients import Preconditioning, Schedule
@@ -93,10 +93,11 @@ class NewtonSchulz:
     def __post_init__(self):
         if not isinstance(self.schedule, Schedule):
             raise TypeError(f"schedule={self.schedule!r}; it must come from resolve_schedule.")
-        _check_option("method", self.method, get_args(Method))
+        check_choice("method", self.method, get_args(Method))
         if isinstance(self.precision, lax.Precision):
             object.__setattr__(self, "precision", self.precision.name.lower())
-        _check_option("precision", self.precision, (None, *get_args(PrecisionName)))
+        if self.precision is not None:
+            check_choice("precision", self.precision, get_args(PrecisionName))
         if self.dtype is not None:
             object.__setattr__(self, "dtype", _checked_dtype(self.dtype))
 
@@ -217,11 +218,6 @@ def _check_matrices(x: jax.Array) -> None:
         raise TypeError(f"x has dtype {x.dtype}; allowed are {_DTYPES}, complex64 and complex128.")
     if x.ndim < 2:
         raise ValueError(f"x has shape {x.shape}; it must have at least two dimensions.")
-
-
-def _check_option(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r}; allowed are {tuple(allowed)}.")
 
 
 def _checked_dtype(dtype: Any) -> Any:
