@@ -65,8 +65,9 @@ class Program:
       collectives: those that move anything.
       flops: FLOPs of the matrix products, a multiply-add being 2.
       exchanges_between_products: the most collectives on one path of the data with a product before
-        the first and one after the last. It is 0 where whole matrices are orthogonalised: all
-        exchange then comes before a matrix's first product or after its last.
+        the first and one after the last. It is 0 where whole matrices are orthogonalised, as all
+        exchange then comes before a matrix's first product or after its last, but for stacks that
+        are written chunk by chunk: data flows from one matrix to the next through those.
       instructions: the number of instructions, a measure of the work of compiling.
     """
 

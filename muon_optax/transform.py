@@ -21,7 +21,6 @@ from muon_optax.momentum import (
     Momentum,
     MomentumForm,
     MuonState,
-    Weights,
     check_belongs,
     combine,
 )
@@ -174,7 +173,8 @@ def orthogonalize(
         arrays = jax.tree.leaves(updates)
         dtypes = [compute_dtype(ns_dtype, x.dtype) for x in arrays]
         leaves = spread.leaves(updates, views, dtypes)
-        found = spread.run(leaves, solver, _AS_THEY_ARE, [(x,) for x in arrays])
+        one = np.float32(1)
+        found = spread.run(leaves, solver, _AS_THEY_ARE, one, [(x,) for x in arrays])
         results = jax.tree.structure(updates).unflatten([result for (result,) in found])
         return cast_like(results, updates), state
 
@@ -328,8 +328,8 @@ def scale_by_muon(
         dtypes = [compute_dtype(ns_dtype, m.dtype) for m in mu]
         leaves = spread.leaves(updates, views, dtypes, homes)
         count = jnp.asarray(optax.safe_increment(state.count))
-        momentum = _momentum_of(buffer.weights(count))
-        found = spread.run(leaves, solver, momentum, list(zip(grads, mu, strict=True)))
+        weights, operands = buffer.weights(count), list(zip(grads, mu, strict=True))
+        found = spread.run(leaves, solver, _MOMENTUM, weights, operands)
         results = place(treedef.unflatten([result for result, _ in found]), _ends(homes, leaves))
         results = jax.tree.map(functools.partial(_cast_update, update_dtype), results, updates)
         new = cast_like(treedef.unflatten([kept for _, kept in found]), state.mu)
@@ -338,21 +338,13 @@ def scale_by_muon(
     return in_its_place(optax.GradientTransformation(init, update))
 
 
-def _momentum_of(weights: Weights) -> Elementwise:
-    """A step of momentum on (gradient, buffer): the mix goes on, the new buffer is kept."""
-    return Elementwise(
-        weights,
-        prepare=lambda w, g, m: combine(w.mix, m, g),
-        keep=lambda w, g, m: (combine(w.keep, m, g),),
-    )
-
-
-# The factor of one changes nothing: a chunk that isn't due yet is held back by it.
-_AS_THEY_ARE = Elementwise(
-    np.float32(1),
-    prepare=lambda one, x: one.astype(x.dtype) * x,
-    keep=lambda *_: (),
+# A step of momentum on (gradient, buffer): the mix goes on, the new buffer is kept.
+_MOMENTUM = Elementwise(
+    prepare=lambda w, g, m: combine(w.mix, m, g),
+    keep=lambda w, g, m: (combine(w.keep, m, g),),
 )
+# The factor of one changes nothing: a chunk that isn't due yet is held back by it.
+_AS_THEY_ARE = Elementwise(prepare=lambda one, x: one.astype(x.dtype) * x, keep=lambda *_: ())
 
 
 def _ends(homes: Sequence[Layout | None], leaves: Sequence[Leaf]) -> list[Layout | None]:

@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import reference
 import sharded
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from sharded import OVERLAPPING, STACK, Leaf, make_mesh
 
 from muon_optax import MuonDimensionNumbers as Dims
-from muon_optax import orthogonalize, plan, scale_by_muon
+from muon_optax import muon, orthogonalize, plan, scale_by_muon
 from muon_optax.sharding.cost import DeviceModel
 
 WIDE, TALL = (16, 32), (32, 16)
@@ -265,3 +266,21 @@ def test_each_chunk_is_sent_after_the_one_before(is_stacked):
     assert len(sent) == len(sizes)
     for before, after in itertools.pairwise(sent):
         assert before in ancestors(body.eqns, body.outvars, after)
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+@pytest.mark.parametrize("make", [muon, optax.inject_hyperparams(muon)], ids=["muon", "injected"])
+def test_eager_updates_compile_nothing_in_the_second_step(make, kind, caplog):
+    mesh = make_mesh({"f": 8}, kind)
+    params = {
+        name: jax.device_put(leaf.gradient(0), NamedSharding(mesh, leaf.spec))
+        for name, leaf in {"w": Leaf(WIDE, P("f")), "v": Leaf(TALL, P(None, "f"))}.items()
+    }
+    tx = make(0.1)
+    _, state = tx.update(params, tx.init(params), params)
+    with jax.log_compiles():
+        tx.update(params, state, params)
+    assert "Finished XLA compilation" not in caplog.text
+    with jax.log_compiles():
+        jax.jit(lambda x: x + 1)(params["w"])
+    assert "Finished XLA compilation" in caplog.text

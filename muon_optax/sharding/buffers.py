@@ -24,12 +24,10 @@ class Elementwise:
     """What is done with a leaf's operands where they lie.
 
     Attributes:
-      scalars: a tree of scalars for both functions, at least one: a chunk is held back by them.
       prepare: (scalars, *operands) -> what is orthogonalised and then replaces the first operand.
       keep: (scalars, *operands) -> what replaces the other operands.
     """
 
-    scalars: Any
     prepare: Callable[..., jax.Array]
     keep: Callable[..., Arrays]
 

@@ -111,6 +111,7 @@ class Distribution:
         leaves: Sequence[Leaf],
         solver: Solver,
         elementwise: Elementwise,
+        scalars: Any,
         operands: Sequence[Arrays],
     ) -> list[Arrays]:
         """What replaces the operands of each leaf; see `run_buckets`."""
@@ -120,7 +121,8 @@ class Distribution:
             [leaf for leaf in leaves if not leaf.layout.is_known],
         )
         device, buckets = self.plan(leaves, solver)
-        return run_buckets(buckets, leaves, solver, elementwise, operands, in_order=device.overlaps)
+        what = solver, elementwise, scalars, operands
+        return run_buckets(buckets, leaves, *what, in_order=device.overlaps)
 
     def _strategy_of(self, path: Segments) -> str:
         if isinstance(self.strategy, str):

@@ -1,6 +1,7 @@
 """Orthogonalises the matrices that lie on one device, whole or as slices."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -126,7 +127,7 @@ def make_solver(
     check_static("orthogonalizer", orthogonalizer)
     if not callable(orthogonalizer):
         raise TypeError(f"orthogonalizer must be a function, got {orthogonalizer!r}")
-    return Solver(orthogonalizer, adaptive)
+    return Solver(functools.partial(orthogonalizer), adaptive)  # hashable, whatever it is
 
 
 def group_size(count: int, elements: int) -> int:

@@ -16,7 +16,7 @@ more.
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -42,6 +42,7 @@ def run_buckets(
     leaves: Sequence[Leaf],
     solver: Solver,
     elementwise: Elementwise,
+    scalars: Any,
     operands: Sequence[Arrays],
     *,
     in_order: bool,
@@ -53,6 +54,7 @@ def run_buckets(
       leaves: the leaves that were planned.
       solver: what is done with each matrix.
       elementwise: what is done before the exchange, on the shards.
+      scalars: a tree of scalars for `elementwise`, at least one: a chunk is held back by them.
       operands: for each leaf the same number of arrays, all in the leaf's layout.
       in_order: whether exchanges and products are put in an order, and what becomes of a chunk is
         then written over what it was made of. XLA on CPU keeps to none, and without barriers finds
@@ -66,17 +68,32 @@ def run_buckets(
         by_mapping.setdefault((bucket.leaf.layout.mesh, _axes_to_map(bucket)), []).append(bucket)
     found = dict(enumerate(operands))  # a leaf in no bucket is empty
     for (mesh, axes), mapped in by_mapping.items():
-        run: Any = _Pipeline(mapped, leaves, solver, elementwise, in_order)
         mine = {i: operands[i] for bucket in mapped for i in bucket.members}
         if axes:
             mine = {i: tuple(on_mesh_of(leaves[i].layout, x) for x in mine[i]) for i in mine}
-            specs = {i: leaves[i].layout.partition_spec for i in mine}
-            ends = {i: (leaves[i].home or leaves[i].layout).partition_spec for i in mine}
-            out = {i: (ends[i], *[specs[i]] * (len(arrays) - 1)) for i, arrays in mine.items()}
-            ins = (PartitionSpec(), specs)
-            run = jax.shard_map(run, mesh=mesh, in_specs=ins, out_specs=out, axis_names=set(axes))
-        found |= run(elementwise.scalars, mine)
+        pipeline = _Pipeline(tuple(mapped), tuple(leaves), solver, elementwise, in_order)
+        found |= _over_mesh(pipeline, mesh, axes, len(operands[0]))(scalars, mine)
     return [found[i] for i in range(len(leaves))]
+
+
+@functools.lru_cache(maxsize=256)
+def _over_mesh(
+    pipeline: "_Pipeline", mesh: Any, axes: frozenset[str], operands: int
+) -> Callable[[Any, dict[int, Arrays]], dict[int, Arrays]]:
+    """The pipeline on all devices, for leaves of so many operands.
+
+    Kept, and compiled as one, for updates outside of `jit`: JAX would run a shard_map operation by
+    operation there, and compile each again in every step.
+    """
+    run: Any = pipeline
+    if axes:
+        leaves = {i: pipeline.leaves[i] for bucket in pipeline.buckets for i in bucket.members}
+        specs = {i: leaf.layout.partition_spec for i, leaf in leaves.items()}
+        ends = {i: (leaf.home or leaf.layout).partition_spec for i, leaf in leaves.items()}
+        out = {i: (ends[i], *[specs[i]] * (operands - 1)) for i in leaves}
+        ins = (PartitionSpec(), specs)
+        run = jax.shard_map(run, mesh=mesh, in_specs=ins, out_specs=out, axis_names=set(axes))
+    return jax.jit(run, inline=True)
 
 
 def _axes_to_map(bucket: Bucket) -> frozenset[str]:
@@ -94,8 +111,8 @@ def _axes_to_map(bucket: Bucket) -> frozenset[str]:
 class _Pipeline:
     """The program of one device."""
 
-    buckets: Sequence[Bucket]
-    leaves: Sequence[Leaf]
+    buckets: tuple[Bucket, ...]
+    leaves: tuple[Leaf, ...]
     solver: Solver
     elementwise: Elementwise
     in_order: bool
