@@ -45,14 +45,18 @@ def matrices(seed, kappa=50.0, names=tuple(SHAPES)):
 
 
 def bound_of(shape: tuple[int, int], options: Any) -> float:
-    """1e-5; 1e-4 where the Gram method runs another schedule than jordan."""
+    """1e-5; 1e-4 where the Gram method runs another schedule than jordan's five steps.
+
+    Its rounding grows with each step: numerics allow 1e-4 in five and 2e-3 in more.
+    """
     schedule = resolve_schedule(
         options.get("ns_coeffs", "jordan"),
         options.get("ns_steps"),
         options.get("preconditioning"),
     )
     method = NewtonSchulz(schedule).chosen_method(*shape, "float32")
-    return 1e-5 if method == "standard" or schedule.name == "jordan" else 1e-4
+    is_default = schedule.name == "jordan" and len(schedule.rows) <= 5
+    return 1e-5 if method == "standard" or is_default else 1e-4
 
 
 def assert_equal_updates(got, want, options):
