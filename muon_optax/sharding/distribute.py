@@ -121,8 +121,9 @@ class Distribution:
             [leaf for leaf in leaves if not leaf.layout.is_known],
         )
         device, buckets = self.plan(leaves, solver)
-        what = solver, elementwise, scalars, operands
-        return run_buckets(buckets, leaves, *what, in_order=device.overlaps)
+        return run_buckets(
+            buckets, leaves, solver, elementwise, scalars, operands, in_order=device.overlaps
+        )
 
     def _strategy_of(self, path: Segments) -> str:
         if isinstance(self.strategy, str):
