@@ -89,6 +89,30 @@ def test_slices_of_the_long_side(check_vma):
     assert_right(leaves, *first_updates(leaves, tx, mesh, check_vma))
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("strategy", ["gram", "all_to_all"])
+def test_a_side_that_lies_over_axes_of_both_shard_maps(strategy, adaptive, check_vma):
+    mesh = make_mesh({"r": 2, "f": 4})
+    leaf = Leaf((16, 64), P(None, ("r", "f")))
+    tx = scale_by_muon(FAST, strategy=strategy, adaptive=adaptive, param_shardings=leaf.spec)
+    outer = P(None, "r")
+    mapped = jax.shard_map(
+        lambda x: tx.update(x, tx.init(x))[0],
+        mesh=mesh,
+        in_specs=outer,
+        out_specs=outer,
+        axis_names={"r"},
+        check_vma=check_vma,
+    )
+    grad = leaf.gradient(0)
+    found = sharded.jit(mapped)(jax.device_put(grad, NamedSharding(mesh, leaf.spec)))
+    (want,) = sharded.answers({"w": leaf}, {"w": grad})["w"]
+    if adaptive:  # the dual norm of the mix
+        want = want * np.sum(want * reference.mixes([grad])[0])
+    assert reference.relative_error(found, want) <= 1e-5
+
+
 def test_orthogonalize_alone():
     leaves = {"w": Leaf((16, 32), P("f"))}
     tx = orthogonalize(FAST, param_shardings=specs_of(leaves))

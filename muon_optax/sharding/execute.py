@@ -8,6 +8,7 @@ only whole matrices are transposed, merged or cut into blocks.
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -145,7 +146,8 @@ class _AllToAll(Exchange):
         turn = (_index(self.share.axes) - replica) % self.replicas
         place = (_index(self.leaf.shard_axes) - shard) % self.shards
         has_one = (place < self._each) & (turn * self._each + place < self.count)
-        return jax.lax.cond(has_one, lambda x: _varying_like(solve(x), x), lambda x: x, x)
+        typed = varying_axes(x)  # which a constant isn't
+        return jax.lax.cond(has_one, lambda x: _varying(solve(x), typed), lambda x: x, x)
 
     def send(self, y: jax.Array) -> jax.Array:
         if self.ends_whole:
@@ -203,7 +205,10 @@ class _Gram(_ByReplicas):
         block = dataclasses.replace(block, block_sizes=(block.fan_out,))
         exchange = GramExchange(
             maximum=lambda v: jax.lax.pmax(jax.lax.stop_gradient(v), axes),
-            reduce=lambda r: jax.lax.psum_scatter(_pad(r, rounded), axes, tiled=True),
+            # Of a sum over all axes JAX asks that its type varies over each, or over none.
+            reduce=lambda r: jax.lax.psum_scatter(
+                _varying(_pad(r, rounded), axes), axes, tiled=True
+            ),
             spread=lambda q: jax.lax.all_gather(q, axes, tiled=True)[:count],
         )
         (matrices,) = block.split_stack(x)
@@ -220,10 +225,10 @@ def exchange_for(share: Share, leaf: Leaf, count: int) -> Exchange:
     return _EXCHANGES["local" if is_alone else share.strategy](share, leaf, count)
 
 
-def _varying_like(y: jax.Array, x: jax.Array) -> jax.Array:
-    """`y` with the type of what differs between devices, which a constant hasn't."""
-    missing = varying_axes(x) - varying_axes(y)
-    return jax.lax.pcast(y, tuple(missing), to="varying") if missing else y
+def _varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """`x` with the type of what differs between the devices along mesh axes."""
+    missing = tuple(set(axes) - varying_axes(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _index(axes: tuple[str, ...]) -> jax.Array | int:
