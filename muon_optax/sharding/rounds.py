@@ -18,7 +18,7 @@ class Piece:
 
     Attributes:
       leaf: its index.
-      start: the first of them; an array where a loop counts on.
+      start: the first of them; in a loop an array.
       count: how many.
       is_across: whether the leaf lies across the bucket's others, and is transposed.
     """
@@ -33,7 +33,7 @@ class Piece:
         return x.mT if self.is_across else x
 
     def moved(self, by: int | jax.Array) -> "Piece":
-        """So many pieces further on."""
+        """The piece that lies `by` times its size further on."""
         return dataclasses.replace(self, start=self.start + by * self.count)
 
 
@@ -52,12 +52,12 @@ class Chunk:
     bytes: float
 
     def moved(self, by: int | jax.Array) -> "Chunk":
-        """The same of the pieces further on."""
+        """The same of the pieces that lie `by` times their size further on."""
         return dataclasses.replace(self, pieces=tuple(p.moved(by) for p in self.pieces))
 
 
 class Round(NamedTuple):
-    """What happens at the same time; None at both ends of a plan.
+    """What happens at the same time; None where no chunk has come yet, or all have passed.
 
     Attributes:
       coming: the chunk that is formed and received.
@@ -75,18 +75,19 @@ class Round(NamedTuple):
         return {piece.leaf for chunk in self if chunk for piece in chunk.pieces}
 
     def moved(self, by: int | jax.Array) -> "Round":
-        """The same of the pieces further on."""
+        """The same of the pieces that lie `by` times their size further on."""
         return Round(*(chunk and chunk.moved(by) for chunk in self))
 
-    def is_before(self, other: "Round") -> bool:
-        """Whether the other differs only in that its chunks lie right after these."""
-        return all(self) and self.moved(1) == other
+    def goes_on_in(self, other: "Round") -> bool:
+        """Whether the other differs only in that its pieces lie right after these."""
+        return self.moved(1) == other
 
 
 def chunks_of(buckets: Iterable[Bucket], leaves: Sequence[Leaf]) -> list[Chunk]:
     """The chunks of buckets, the cheapest last and the next cheapest first.
 
-    What is exchanged at both ends is exposed.
+    What is exchanged at the ends has no products to run under. Of equally cheap chunks those at the
+    ends already are taken, so that a stack stays in order.
     """
     chunks = [chunk for bucket in buckets for chunk in _chunks(bucket, leaves)]
     last = chunks.pop(min(range(len(chunks)), key=lambda k: (chunks[k].bytes, -k)))
@@ -114,10 +115,10 @@ def rounds_of(chunks: Sequence[Chunk]) -> list[Round]:
 
 
 def runs(rounds: Iterable[Round]) -> Iterator[list[Round]]:
-    """Rounds in runs that differ only in how far on their chunks lie: each run can be a loop."""
+    """Rounds in runs that differ only in how far on their pieces lie: each can be a loop."""
     run: list[Round] = []
     for each in rounds:
-        if run and not run[-1].is_before(each):
+        if run and not run[-1].goes_on_in(each):
             yield run
             run = []
         run.append(each)
