@@ -16,7 +16,7 @@ from muon_optax.sharding.ordering import apart
 __all__ = ["Arrays", "Buffers", "Elementwise", "make_buffers"]
 
 Arrays = tuple[jax.Array, ...]
-Index = int | jax.Array  # an array in a loop
+Index = int | jax.Array  # in a loop an array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,10 +91,11 @@ class _Written(Buffers):
         self._result = 0 if fits_first else len(operands)  # where results are among the arrays
 
     def form(self, scalars: Any, start: Index, count: int) -> jax.Array:
-        return self._mixed(scalars, self._taken(start, count))
+        return self._mixed(scalars, _cut(self.arrays[: self._operands], start, count))
 
     def keep(self, scalars: Any, start: Index, count: int) -> None:
-        for k, new in enumerate(self._kept(scalars, self._taken(start, count)), start=1):
+        operands = _cut(self.arrays[: self._operands], start, count)
+        for k, new in enumerate(self._kept(scalars, operands), start=1):
             self._write(k, apart(new), start)
 
     def put(self, results: jax.Array, start: Index) -> None:
@@ -106,9 +107,6 @@ class _Written(Buffers):
         unstack, block = self._leaf.view.unstack, self._leaf.layout.block
         kept = (unstack(x, block) for x in self.arrays[1 : self._operands])
         return unstack(self.arrays[self._result], self._result_block), *kept
-
-    def _taken(self, start: Index, count: int) -> list[jax.Array]:
-        return [_taken(x, start, count) for x in self.arrays[: self._operands]]
 
     def _write(self, k: int, new: jax.Array, start: Index) -> None:
         self.arrays[k] = jax.lax.dynamic_update_slice_in_dim(self.arrays[k], new, start, 0)
@@ -123,10 +121,10 @@ class _Joined(Buffers):
     def __init__(self, leaf: Leaf, operands: Arrays, elementwise: Elementwise):
         super().__init__(leaf, operands, elementwise)
         self._stacks = [leaf.view.stack(x) for x in operands]
-        self._parts: dict[Any, jax.Array] = {}
+        self._parts: dict[Any, jax.Array] = {}  # by start, a number: no loop here
 
     def form(self, scalars: Any, start: Index, count: int) -> jax.Array:
-        return self._mixed(scalars, [_taken(x, start, count) for x in self._stacks])
+        return self._mixed(scalars, _cut(self._stacks, start, count))
 
     def keep(self, scalars: Any, start: Index, count: int) -> None:
         pass
@@ -148,8 +146,8 @@ def make_buffers(
     return kind(leaf, operands, elementwise)
 
 
-def _taken(stack: jax.Array, start: Index, count: int) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(stack, start, count)
+def _cut(stacks: Sequence[jax.Array], start: Index, count: int) -> list[jax.Array]:
+    return [jax.lax.dynamic_slice_in_dim(x, start, count) for x in stacks]
 
 
 def _zeros_like_results(results: jax.Array, count: int) -> jax.Array:
