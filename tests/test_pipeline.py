@@ -284,3 +284,32 @@ def test_eager_updates_compile_nothing_in_the_second_step(make, kind, caplog):
     with jax.log_compiles():
         jax.jit(lambda x: x + 1)(params["w"])
     assert "Finished XLA compilation" in caplog.text
+
+
+def test_a_function_may_close_over_what_is_traced():
+    leaf = Leaf((51, *WIDE), P(None, "f"), STACK)
+    grad = leaf.gradient(0).astype(np.float32)
+    placed = jax.device_put(grad, NamedSharding(make_mesh({"f": 8}), leaf.spec))
+
+    def update(grad, factor):
+        tx = scale_by_muon(
+            orthogonalizer=lambda x: factor * x, weight_dimension_numbers=STACK, device=OVERLAPPING
+        )
+        return tx.update(grad, tx.init(grad))[0]
+
+    with jax.checking_leaks():  # raises if anything keeps a tracer
+        jax.eval_shape(update, placed, 2.0)
+    found = sharded.jit(update)(placed, 2.0)
+    assert reference.relative_error(found, 2 * reference.mixes([grad])[0]) <= 1e-6
+
+
+def test_eager_updates_follow_a_function_that_changes():
+    leaf = Leaf(WIDE, P("f"))
+    grad = leaf.gradient(0).astype(np.float32)
+    placed = jax.device_put(grad, NamedSharding(make_mesh({"f": 8}), leaf.spec))
+    factors = iter((2, 3))
+    tx = scale_by_muon(orthogonalizer=lambda x: next(factors) * x)
+    state = tx.init(placed)
+    for factor in (2, 3):
+        found, _ = tx.update(placed, state)
+        assert sharded.worst_error(leaf, found, [factor * reference.mixes([grad])[0]]) <= 1e-6

@@ -1,7 +1,6 @@
 """Orthogonalises the matrices that lie on one device, whole or as slices."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -127,7 +126,7 @@ def make_solver(
     check_static("orthogonalizer", orthogonalizer)
     if not callable(orthogonalizer):
         raise TypeError(f"orthogonalizer must be a function, got {orthogonalizer!r}")
-    return Solver(functools.partial(orthogonalizer), adaptive)  # hashable, whatever it is
+    return Solver(orthogonalizer, adaptive)
 
 
 def group_size(count: int, elements: int) -> int:

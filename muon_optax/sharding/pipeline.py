@@ -16,7 +16,7 @@ more.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -56,9 +56,9 @@ def run_buckets(
       elementwise: what is done before the exchange, on the shards.
       scalars: a tree of scalars for `elementwise`, at least one: a chunk is held back by them.
       operands: for each leaf the same number of arrays, all in the leaf's layout.
-      in_order: whether exchanges and products are put in an order, and what becomes of a chunk is
-        then written over what it was made of. XLA on CPU keeps to none, and without barriers finds
-        more to share: .6 of the time to compile 48 layers on 8 devices.
+      in_order: whether exchanges and products are put in an order; what becomes of a chunk is then
+        written over what it was made of, and rounds can be a loop. XLA on CPU keeps to no order,
+        and without barriers finds more to share: .6 of the time to compile 48 layers on 8 devices.
 
     Returns:
       What replaces the operands: the result, in the leaf's dtype and home, and what is kept.
@@ -67,33 +67,39 @@ def run_buckets(
     for bucket in buckets:
         by_mapping.setdefault((bucket.leaf.layout.mesh, _axes_to_map(bucket)), []).append(bucket)
     found = dict(enumerate(operands))  # a leaf in no bucket is empty
+    # No program of a user's function is kept: what it closes over may be large, traced, or change.
+    run = _compiled_over_mesh if solver.newton_schulz else _over_mesh
     for (mesh, axes), mapped in by_mapping.items():
         mine = {i: operands[i] for bucket in mapped for i in bucket.members}
         if axes:
             mine = {i: tuple(on_mesh_of(leaves[i].layout, x) for x in mine[i]) for i in mine}
         pipeline = _Pipeline(tuple(mapped), tuple(leaves), solver, elementwise, in_order)
-        found |= _over_mesh(pipeline, mesh, axes, len(operands[0]))(scalars, mine)
+        found |= run(pipeline, mesh, axes, scalars, mine)
     return [found[i] for i in range(len(leaves))]
 
 
-@functools.lru_cache(maxsize=256)
 def _over_mesh(
-    pipeline: "_Pipeline", mesh: Any, axes: frozenset[str], operands: int
-) -> Callable[[Any, dict[int, Arrays]], dict[int, Arrays]]:
-    """The pipeline on all devices, for leaves of so many operands.
-
-    Kept, and compiled as one, for updates outside of `jit`: JAX would run a shard_map operation by
-    operation there, and compile each again in every step.
-    """
+    pipeline: "_Pipeline",
+    mesh: Any,
+    axes: frozenset[str],
+    scalars: Any,
+    operands: dict[int, Arrays],
+) -> dict[int, Arrays]:
+    """Runs the pipeline on all devices, in a shard_map over the axes, if any."""
     run: Any = pipeline
     if axes:
-        leaves = {i: pipeline.leaves[i] for bucket in pipeline.buckets for i in bucket.members}
+        leaves = {i: pipeline.leaves[i] for i in operands}
         specs = {i: leaf.layout.partition_spec for i, leaf in leaves.items()}
         ends = {i: (leaf.home or leaf.layout).partition_spec for i, leaf in leaves.items()}
-        out = {i: (ends[i], *[specs[i]] * (operands - 1)) for i in leaves}
+        out = {i: (ends[i], *[specs[i]] * (len(operands[i]) - 1)) for i in leaves}
         ins = (PartitionSpec(), specs)
         run = jax.shard_map(run, mesh=mesh, in_specs=ins, out_specs=out, axis_names=set(axes))
-    return jax.jit(run, inline=True)
+    return run(scalars, operands)
+
+
+# One program, and kept, for updates outside of `jit`: JAX would run a shard_map operation by
+# operation there, and compile each again in every step.
+_compiled_over_mesh = jax.jit(_over_mesh, static_argnums=(0, 1, 2), inline=True)
 
 
 def _axes_to_map(bucket: Bucket) -> frozenset[str]:
@@ -138,6 +144,7 @@ class _Pipeline:
         return {i: make(self.leaves[i], arrays, is_cut=i in cut) for i, arrays in operands.items()}
 
     def _round(self, held: "_Held", chunks: Round, values: _Values) -> _Values:
+        """What the next round goes on from."""
         coming, here, leaving = chunks
         sent: Any
         scalars, received, solved = held.wait(values)
@@ -154,29 +161,32 @@ class _Pipeline:
         return scalars, received, solved
 
     def _loop(self, held: "_Held", run: Sequence[Round], values: _Values) -> _Values:
-        """Rounds of a run, compiled once."""
+        """The rounds of a run, compiled once."""
+        values = held.wait(values)  # what was touched may be of other leaves
+        outside = held.get(run[0].leaves)
 
         def round_at(k: jax.Array, carry: Any) -> Any:
             values, arrays = carry
             held.set(arrays)
             values = self._round(held, run[0].moved(k), values)
-            return values, held.get(run[0].leaves)
+            arrays = held.get(run[0].leaves)
+            held.set(outside)  # else tracers of the loop would outlive it
+            return values, arrays
 
-        carry = held.wait(values), held.get(run[0].leaves)
-        values, arrays = jax.lax.fori_loop(0, len(run), round_at, carry)
+        values, arrays = jax.lax.fori_loop(0, len(run), round_at, (values, outside))
         held.set(arrays)
         return values
 
 
 class _Held:
-    """The buffers of all leaves, and which of them were read or written."""
+    """The buffers of all leaves, and which of them were touched: read or written."""
 
     def __init__(self, leaves: dict[int, Buffers], in_order: bool):
         self.leaves, self._in_order = leaves, in_order
         self._touched: set[int] = set()
 
     def wait(self, values: T) -> T:
-        """The values, which wait for what was read and written since the last time."""
+        """The values, which wait for what was touched since the last time."""
         if not self._in_order:
             return values
         values, touched = together((values, self.get(self._touched)))
@@ -220,8 +230,8 @@ class _Held:
         found = [self.leaves[p.leaf].form(scalars, p.start, p.count) for p in chunk.pieces]
         if len(found) == 1:
             return pick(chunk.pieces[0].turned(self._apart(found[0])))
-        # Joined before they are picked from: apart, each would be formed whole for every replica.
         turned = [p.turned(x) for p, x in zip(chunk.pieces, found, strict=True)]
+        # Only now: before, each leaf would be formed whole for every replica.
         return self._apart(pick(jnp.concatenate(turned)))
 
     def _parts(self, chunk: Chunk, results: jax.Array) -> list[jax.Array]:
