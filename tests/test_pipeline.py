@@ -246,6 +246,17 @@ def reads(eqn, live):
     return [u for u in mine if not isinstance(u, Literal)]
 
 
+def mapped_in(jaxpr):
+    """What each shard_map runs; the newest JAX keeps an inlined jit around it."""
+    found = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "shard_map":
+            found.append(eqn.params["jaxpr"])
+        elif eqn.primitive.name == "jit":
+            found += mapped_in(eqn.params["jaxpr"].jaxpr)
+    return found
+
+
 @pytest.mark.parametrize("is_stacked", [True, False])
 def test_each_chunk_is_sent_after_the_one_before(is_stacked):
     sizes = [(16, 32), (16, 64), (32, 64)]
@@ -259,8 +270,7 @@ def test_each_chunk_is_sent_after_the_one_before(is_stacked):
         for k, leaf in leaves.items()
     }
     traced = jax.make_jaxpr(tx.update)(grads, jax.eval_shape(tx.init, grads))
-    (mapped,) = [eqn for eqn in traced.eqns if eqn.primitive.name == "shard_map"]
-    body = mapped.params["jaxpr"]
+    (body,) = mapped_in(traced.jaxpr)
     exchanges = [eqn for eqn in body.eqns if eqn.primitive.name == "all_to_all"]
     sent = [eqn for eqn in exchanges if eqn.params["tiled"]]
     assert len(sent) == len(sizes)
