@@ -12,11 +12,11 @@ import jax.numpy as jnp
 
 from muon_optax.sharding.buckets import Leaf
 from muon_optax.sharding.ordering import apart
+from muon_optax.sharding.rounds import Index
 
 __all__ = ["Arrays", "Buffers", "Elementwise", "make_buffers"]
 
 Arrays = tuple[jax.Array, ...]
-Index = int | jax.Array  # in a loop an array
 
 
 @dataclasses.dataclass(frozen=True)

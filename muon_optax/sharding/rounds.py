@@ -9,7 +9,9 @@ import jax
 from muon_optax.sharding.buckets import Bucket, Leaf
 from muon_optax.sharding.execute import Exchange, exchange_for
 
-__all__ = ["Chunk", "Piece", "Round", "chunks_of", "rounds_of", "runs"]
+__all__ = ["Chunk", "Index", "Piece", "Round", "chunks_of", "rounds_of", "runs"]
+
+Index = int | jax.Array  # in a loop an array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,13 +20,13 @@ class Piece:
 
     Attributes:
       leaf: its index.
-      start: the first of them; in a loop an array.
+      start: the first of them.
       count: how many.
       is_across: whether the leaf lies across the bucket's others, and is transposed.
     """
 
     leaf: int
-    start: int | jax.Array
+    start: Index
     count: int
     is_across: bool
 
@@ -32,7 +34,7 @@ class Piece:
         """Matrices of the leaf as the bucket has them, or back."""
         return x.mT if self.is_across else x
 
-    def moved(self, by: int | jax.Array) -> "Piece":
+    def moved(self, by: Index) -> "Piece":
         """The piece that lies `by` times its size further on."""
         return dataclasses.replace(self, start=self.start + by * self.count)
 
@@ -51,7 +53,7 @@ class Chunk:
     pieces: tuple[Piece, ...]
     bytes: float
 
-    def moved(self, by: int | jax.Array) -> "Chunk":
+    def moved(self, by: Index) -> "Chunk":
         """The same of the pieces that lie `by` times their size further on."""
         return dataclasses.replace(self, pieces=tuple(p.moved(by) for p in self.pieces))
 
@@ -74,7 +76,7 @@ class Round(NamedTuple):
         """The leaves that it reads or writes."""
         return {piece.leaf for chunk in self if chunk for piece in chunk.pieces}
 
-    def moved(self, by: int | jax.Array) -> "Round":
+    def moved(self, by: Index) -> "Round":
         """The same of the pieces that lie `by` times their size further on."""
         return Round(*(chunk and chunk.moved(by) for chunk in self))
 
