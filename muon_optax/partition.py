@@ -220,6 +220,8 @@ def _by_view(path: Segments, shape: Shape, view: View | None) -> Outcome:
 def _by_rules(path: Segments, shape: Shape, rules: Sequence[Rule]) -> Outcome:
     rule = first_rule(rules, path, shape)
     if rule is not None:
+        if rule.view is not None:
+            return "muon", rule.reason, rule.view
         return _by_label(shape, rule.label, rule.reason, f" by the rule {rule}")
     if len(shape) < 2:
         return "adam", "fewer than two dims", None

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
+from muon_optax.matrix_view import View, is_view
 from muon_optax.tree_paths import Segments
 
 __all__ = [
@@ -52,13 +53,14 @@ class Rule:
       pattern: a string matches one or more whole names of the path in a row, ignoring case, each
         with shell wildcards ('lm_head', 'lora_*', 'decoder/*/kernel'), never a part of a name by
         chance; '.' separates names as '/' does, in paths and patterns. A compiled regular
-        expression must match the whole path 'a/b/c', with keys as they are. A function gets
-        (segments, shape) and returns a bool.
+        expression must match the whole path 'a/b/c', with keys as they are. A tuple of keys is one
+        whole path, exactly. A function gets (segments, shape) and returns a bool.
       label: 'muon', 'adam' or 'frozen'.
       reason: a few words for the report.
+      view: which axes make the matrices, for 'muon'; None is (0, 1), for leaves of two dims.
 
     Raises:
-      ValueError: for another label or an empty pattern.
+      ValueError: for another label, an empty pattern, or a view without 'muon'.
       TypeError: for a pattern of another type.
 
     Example:
@@ -66,20 +68,28 @@ class Rule:
       False
     """
 
-    pattern: str | re.Pattern[str] | Callable[[Segments, Shape], bool]
+    pattern: str | re.Pattern[str] | Segments | Callable[[Segments, Shape], bool]
     label: Label
     reason: str = "a rule"
+    view: View | None = None
 
     def __post_init__(self) -> None:
         if not (isinstance(self.label, str) and self.label in LABELS):
             raise ValueError(f"Rule label must be one of {LABELS}, got {self.label!r}")
         is_bytes = isinstance(self.pattern, re.Pattern) and isinstance(self.pattern.pattern, bytes)
-        is_known = isinstance(self.pattern, str | re.Pattern) or callable(self.pattern)
+        is_path = isinstance(self.pattern, tuple) and all(isinstance(s, str) for s in self.pattern)
+        is_known = isinstance(self.pattern, str | re.Pattern) or is_path or callable(self.pattern)
         if is_bytes or not is_known:
             raise TypeError(
-                "Rule pattern must be a string, a compiled regular expression of one or a "
-                f"function, got {self.pattern!r}"
+                "Rule pattern must be a string, a compiled regular expression of one, a tuple of "
+                f"keys or a function, got {self.pattern!r}"
             )
+        if self.view is not None and not is_view(self.view):
+            raise TypeError(
+                f"Rule view must be MuonDimensionNumbers, MatrixView or None, got {self.view!r}"
+            )
+        if self.view is not None and self.label != "muon":
+            raise ValueError(f"Rule has a view, so its label must be 'muon', got {self.label!r}")
         if isinstance(self.pattern, str) and not all(_SEPARATOR.split(self.pattern)):
             raise ValueError(f"Rule pattern has an empty segment: {self.pattern!r}")
 
@@ -90,13 +100,15 @@ class Rule:
         """Whether a leaf at this path, of this shape, falls under the rule."""
         if isinstance(self.pattern, str):
             return has_run(segments, self.pattern)
+        if isinstance(self.pattern, tuple):
+            return segments == self.pattern
         if isinstance(self.pattern, re.Pattern):
             return self.pattern.fullmatch("/".join(segments)) is not None
         return bool(self.pattern(segments, shape))
 
 
 def _pattern_text(pattern: Any) -> str:
-    is_function = not isinstance(pattern, str | re.Pattern)
+    is_function = not isinstance(pattern, str | re.Pattern | tuple)
     name = getattr(pattern, "__qualname__", None) if is_function else None
     return repr(pattern) if name is None else f"function {name}"
 

@@ -14,6 +14,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 
 from muon_optax import MatrixView, MuonDimensionNumbers, MuonWarning, Rule, default_rules
+from muon_optax.matrix_view import bind_view
 from muon_optax.partition import assign, check_rules
 from muon_optax.rules import words
 
@@ -490,3 +491,17 @@ def test_matrices_of_8_bits_are_refused():
     with pytest.raises(ValueError, match="a/w: dtype float8_e4m3fn: Muon needs 16 bits or more"):
         assign(params)
     assert labels(params, partition=(Rule("w", "adam"),)) == {"a/w": "adam", "b": "muon"}
+
+
+def test_a_rule_may_carry_a_view_and_a_tuple_is_one_whole_path():
+    params = {"attn": {"q": jnp.ones((8, 2, 4))}, "other": {"attn": {"q": jnp.ones((8, 2, 4))}}}
+    view = MuonDimensionNumbers(0, (1, 2))
+    rules = (Rule(("attn", "q"), "muon", "by hand", view), Rule("q", "adam"))
+    decided = {d.path: d for d in assign(params, None, rules).decisions}
+    assert decided["attn/q"].view == bind_view(view, (8, 2, 4))
+    assert decided["attn/q"].reason == "by hand"
+    assert decided["other/attn/q"].label == "adam"
+    with pytest.raises(ValueError, match="Rule has a view, so its label must be 'muon'"):
+        Rule("q", "adam", view=view)
+    with pytest.raises(TypeError, match="Rule view must be"):
+        Rule("q", "muon", view=(0, 1))  # pyright: ignore[reportArgumentType]
