@@ -45,7 +45,7 @@ from benchmarks.schedule import read_schedule
 from benchmarks.shapes import LAYOUTS, ModelOnMesh, like_params, model_on, placed, plain_views
 from muon_optax import Plan, muon, plan
 from muon_optax.models import MODELS
-from muon_optax.sharding.cost import DEVICES
+from muon_optax.sharding.planning.device_models import DEVICES
 
 DEFAULT_LAYOUTS = ("fsdp_rows", "fsdp_columns", "hsdp", "fsdp_tp")
 CONTESTANTS = ("muon_optax", "optax")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from benchmarks.compiled import Collective, Counter
 from benchmarks.hlo import Instruction, Module, parse
-from muon_optax.sharding.cost import DeviceModel
+from muon_optax.sharding.planning.device_models import DeviceModel
 
 __all__ = ["Overlap", "read_schedule"]
 

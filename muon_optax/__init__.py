@@ -9,7 +9,7 @@ from muon_optax.plans import Plan, plan
 from muon_optax.polar import newton_schulz
 from muon_optax.reports import ParameterReport, report
 from muon_optax.rules import Rule, default_rules
-from muon_optax.sharding.cost import DeviceModel
+from muon_optax.sharding.planning.device_models import DeviceModel
 from muon_optax.sharding.state import state_shardings
 from muon_optax.statistics import UpdateStats, update_stats
 from muon_optax.transform import (

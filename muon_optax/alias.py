@@ -14,10 +14,10 @@ from muon_optax.momentum import MomentumForm
 from muon_optax.partition import Partition, Views
 from muon_optax.polar import Coefficients, Method, PrecisionName, Preconditioning
 from muon_optax.scaling import Scale
-from muon_optax.sharding.cost import DeviceModel
 from muon_optax.sharding.distribute import StrategyRules
-from muon_optax.sharding.local import Orthogonalizer
 from muon_optax.sharding.placement import in_its_place
+from muon_optax.sharding.planning.device_models import DeviceModel
+from muon_optax.sharding.runtime.orthogonalizer import OrthogonalizeFunction
 from muon_optax.transform import scale_by_muon, scale_by_shape
 from muon_optax.wrappers import (
     chain_in_order,
@@ -62,7 +62,7 @@ def muon(
     ns_method: Method = "auto",
     ns_dtype: Any = None,
     ns_precision: PrecisionName | None = None,
-    orthogonalizer: Orthogonalizer | None = None,
+    orthogonalizer: OrthogonalizeFunction | None = None,
     partition: Partition = None,
     param_shardings: Any = None,
     mu_shardings: Any = None,

@@ -9,10 +9,11 @@ from muon_optax.checks import check_float_dtype
 from muon_optax.dtypes import compute_dtype
 from muon_optax.partition import Partition, Views, assign, check_rules
 from muon_optax.polar import Coefficients, Method, Preconditioning
-from muon_optax.sharding.buckets import Leaf, Share
-from muon_optax.sharding.cost import DeviceModel, Strategy
 from muon_optax.sharding.distribute import Distribution, StrategyRules
-from muon_optax.sharding.local import Orthogonalizer, make_solver
+from muon_optax.sharding.planning.buckets import WorkSlice
+from muon_optax.sharding.planning.device_models import DeviceModel
+from muon_optax.sharding.planning.leaves import Leaf
+from muon_optax.sharding.runtime.orthogonalizer import OrthogonalizeFunction, make_orthogonalizer
 from muon_optax.sharding.specs import bare_spec, declared_specs, mesh_of
 from muon_optax.tables import format_table, rich_table
 from muon_optax.tree_paths import leaves_with_segments, path_name, raise_together
@@ -45,7 +46,7 @@ class PlanRow:
     matrix: tuple[int, ...]
     spec: str
     dtype: str
-    strategy: Strategy
+    strategy: str
     share_axes: tuple[str, ...]
     chunks: int
     bytes: int
@@ -152,7 +153,7 @@ def plan(
     muon_weight_dimension_numbers: Views = None,
     ns_method: Method = "auto",
     ns_dtype: Any = None,
-    orthogonalizer: Orthogonalizer | None = None,
+    orthogonalizer: OrthogonalizeFunction | None = None,
     partition: Partition = None,
     strategy: StrategyRules = "auto",
     max_workspace_bytes: int | None = None,
@@ -193,7 +194,7 @@ def plan(
     """
     check_float_dtype("mu_dtype", mu_dtype)
     check_float_dtype("ns_dtype", ns_dtype)
-    solver = make_solver(
+    iteration = make_orthogonalizer(
         ns_coeffs,
         ns_steps,
         preconditioning=preconditioning,
@@ -207,11 +208,11 @@ def plan(
     _check_meshes(ours, param_shardings)
     dtypes = [compute_dtype(ns_dtype, mu_dtype or x.dtype) for x in jax.tree.leaves(ours)]
     leaves = spread.leaves(ours, views, dtypes)
-    model, buckets = spread.plan(leaves, solver)
+    model, buckets = spread.plan(leaves, iteration)
     rows = [
-        _row(share, [leaves[i] for i in bucket.members])
+        _row(work_slice, [leaves[i] for i in bucket.members])
         for bucket in buckets
-        for share in bucket.shares
+        for work_slice in bucket.slices
     ]
     return Plan(tuple(rows), model.name)
 
@@ -230,22 +231,22 @@ def _check_meshes(tree: Any, declared: Any) -> None:
     )
 
 
-def _row(share: Share, leaves: list[Leaf]) -> PlanRow:
-    first, cost = leaves[0], share.cost
+def _row(work_slice: WorkSlice, leaves: list[Leaf]) -> PlanRow:
+    first, cost = leaves[0], work_slice.cost
     axes = first.view.stack_axes
     spec = first.layout.spec or ((),) * len(first.view.shape)
     return PlanRow(
         leaves=tuple(leaf.path for leaf in leaves),
-        count=share.count,
+        count=work_slice.count,
         matrix=tuple(first.view.shape[a] for a in axes),
         spec=", ".join("*".join(spec[a]) or "-" for a in axes),
         dtype=first.dtype,
-        strategy=share.strategy,
-        share_axes=share.axes,
-        chunks=len(list(share.chunks)),
+        strategy=work_slice.strategy.name,
+        share_axes=work_slice.replica_axes,
+        chunks=len(list(work_slice.chunks)),
         bytes=cost.bytes,
         flops=cost.flops,
-        added_flops=share.added,
+        added_flops=work_slice.added,
         seconds=cost.seconds,
-        reason=share.reason,
+        reason=work_slice.reason,
     )

@@ -27,11 +27,7 @@ from muon_optax.momentum import (
 from muon_optax.partition import Views, assign
 from muon_optax.polar import Coefficients, Method, PrecisionName, Preconditioning
 from muon_optax.scaling import Scale, Scaling, resolve_scaling
-from muon_optax.sharding.buckets import Leaf
-from muon_optax.sharding.buffers import Elementwise
-from muon_optax.sharding.cost import DeviceModel
 from muon_optax.sharding.distribute import Distribution, StrategyRules
-from muon_optax.sharding.local import Orthogonalizer, make_solver
 from muon_optax.sharding.placement import (
     check_fits,
     check_stays,
@@ -43,6 +39,10 @@ from muon_optax.sharding.placement import (
     to_memory_of,
     to_types_of,
 )
+from muon_optax.sharding.planning.device_models import DeviceModel
+from muon_optax.sharding.planning.leaves import Leaf
+from muon_optax.sharding.runtime.buffers import Elementwise
+from muon_optax.sharding.runtime.orthogonalizer import OrthogonalizeFunction, make_orthogonalizer
 from muon_optax.sharding.specs import Layout, read_layouts, whole_shapes
 from muon_optax.tree_paths import cast_like, graft, raise_together
 
@@ -109,7 +109,7 @@ def orthogonalize(
     ns_method: Method = "auto",
     ns_dtype: Any = None,
     ns_precision: PrecisionName | None = None,
-    orthogonalizer: Orthogonalizer | None = None,
+    orthogonalizer: OrthogonalizeFunction | None = None,
     weight_dimension_numbers: Views = None,
     param_shardings: Any = None,
     strategy: StrategyRules = "auto",
@@ -151,7 +151,7 @@ def orthogonalize(
       [[1.0, 0.0], [0.0, 1.0]]
     """
     check_float_dtype("ns_dtype", ns_dtype)
-    solver = make_solver(
+    iteration = make_orthogonalizer(
         ns_coeffs,
         ns_steps,
         preconditioning=preconditioning,
@@ -174,7 +174,7 @@ def orthogonalize(
         dtypes = [compute_dtype(ns_dtype, x.dtype) for x in arrays]
         leaves = spread.leaves(updates, views, dtypes)
         one = np.float32(1)
-        found = spread.run(leaves, solver, _AS_THEY_ARE, one, [(x,) for x in arrays])
+        found = spread.run(leaves, iteration, _AS_THEY_ARE, one, [(x,) for x in arrays])
         results = jax.tree.structure(updates).unflatten([result for (result,) in found])
         return cast_like(results, updates), state
 
@@ -241,7 +241,7 @@ def scale_by_muon(
     ns_method: Method = "auto",
     ns_dtype: Any = None,
     ns_precision: PrecisionName | None = None,
-    orthogonalizer: Orthogonalizer | None = None,
+    orthogonalizer: OrthogonalizeFunction | None = None,
     param_shardings: Any = None,
     mu_shardings: Any = None,
     strategy: StrategyRules = "auto",
@@ -292,7 +292,7 @@ def scale_by_muon(
     buffer = Momentum(beta, mu_dtype, nesterov, bias_correction, momentum)
     check_float_dtype("ns_dtype", ns_dtype)
     check_float_dtype("update_dtype", update_dtype)
-    solver = make_solver(
+    iteration = make_orthogonalizer(
         ns_coeffs,
         ns_steps,
         preconditioning=preconditioning,
@@ -329,7 +329,7 @@ def scale_by_muon(
         leaves = spread.leaves(updates, views, dtypes, homes)
         count = jnp.asarray(optax.safe_increment(state.count))
         weights, operands = buffer.weights(count), list(zip(grads, mu, strict=True))
-        found = spread.run(leaves, solver, _MOMENTUM, weights, operands)
+        found = spread.run(leaves, iteration, _MOMENTUM, weights, operands)
         results = place(treedef.unflatten([result for result, _ in found]), _ends(homes, leaves))
         results = jax.tree.map(functools.partial(_cast_update, update_dtype), results, updates)
         new = cast_like(treedef.unflatten([kept for _, kept in found]), state.mu)

@@ -7,7 +7,10 @@ import pytest
 
 from muon_optax import DeviceModel
 from muon_optax.polar import NewtonSchulz, resolve_schedule
-from muon_optax.sharding.cost import DEVICES, Work, device_model, estimate
+from muon_optax.sharding.planning.costs import estimate
+from muon_optax.sharding.planning.device_models import DEVICES, device_model
+from muon_optax.sharding.planning.workload import Workload
+from muon_optax.sharding.strategies import STRATEGIES
 
 JORDAN = NewtonSchulz(resolve_schedule("jordan"))
 POLAR_8 = NewtonSchulz(resolve_schedule("polar_express", 8))
@@ -17,13 +20,14 @@ M, N = 64, 256
 FLOPS = JORDAN.flops(M, N)
 
 
-def work(*, shared: bool = False, itemsize: int = 4, **changes) -> Work:
+def work(*, shared: bool = False, itemsize: int = 4, **changes) -> Workload:
     share = ("r",) if shared else ()
-    return dataclasses.replace(Work(M, N, itemsize, FLOPS, ("f",), share, SIZES), **changes)
+    return dataclasses.replace(Workload(M, N, itemsize, FLOPS, ("f",), share, SIZES), **changes)
 
 
-def cost(strategy, count, its, device=DEVICE, solver=JORDAN):
-    return estimate(strategy, count, its, device, solver)
+def cost(strategy, count, its, device=DEVICE, iteration=JORDAN):
+    its = dataclasses.replace(its, newton_schulz=iteration)
+    return estimate(STRATEGIES[strategy], count, its, device)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -60,14 +64,14 @@ def test_whole_matrices_cost_no_bytes():
 
 def test_results_that_end_whole_come_back_once():
     matrix = M * N * 4
-    its = work(ends_whole=True)
+    its = work(results_are_replicated=True)
     assert cost("all_to_all", 8, its).bytes == 2 * (matrix // 4 + matrix) * 3
     assert cost("gather", 8, its).bytes == 8 * matrix * 3 // 4
 
 
 def test_more_passes_cost_more_grams():
     passes = len(POLAR_8.schedule.restarts) + 1
-    found = cost("gram", 4, work(flops=POLAR_8.flops(M, N)), solver=POLAR_8)
+    found = cost("gram", 4, work(flops=POLAR_8.flops(M, N)), iteration=POLAR_8)
     assert passes > 2
     assert found.bytes == 2 * passes * 4 * M * M * 4 * 3 // 4
     assert found.flops == passes * 4 * M * M * N + (8 * 8 - 6 * passes) * M**3

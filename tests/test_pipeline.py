@@ -17,7 +17,7 @@ from sharded import OVERLAPPING, STACK, Leaf, make_mesh
 
 from muon_optax import MuonDimensionNumbers as Dims
 from muon_optax import muon, orthogonalize, plan, scale_by_muon
-from muon_optax.sharding.cost import DeviceModel
+from muon_optax.sharding.planning.device_models import DeviceModel
 
 WIDE, TALL = (16, 32), (32, 16)
 # Leaves whose chunks are parts of them, so many that some rounds are a loop, several of them, and
@@ -242,7 +242,9 @@ def ancestors(eqns, outvars, of):
 def reads(eqn, live):
     """The variables that `eqn` reads for those of its results that are live."""
     pairs = zip(eqn.invars, eqn.outvars, strict=False)
-    mine = [u for u, v in pairs if v in live] if eqn.primitive.name == "together" else eqn.invars
+    mine = (
+        [u for u, v in pairs if v in live] if eqn.primitive.name == "muon_barrier" else eqn.invars
+    )
     return [u for u in mine if not isinstance(u, Literal)]
 
 

@@ -17,8 +17,8 @@ from benchmarks.compiled import read_program
 from muon_optax import DeviceModel, MatrixView, muon, plan, scale_by_muon
 from muon_optax import MuonDimensionNumbers as Dims
 from muon_optax.polar import NewtonSchulz, resolve_schedule
-from muon_optax.sharding.cost import Work
-from muon_optax.sharding.loads import rest_owners
+from muon_optax.sharding.planning.loads import rest_owners
+from muon_optax.sharding.planning.workload import Workload
 
 FLAT = AbstractMesh((8,), ("f",))
 HSDP = AbstractMesh((2, 4), ("r", "f"))
@@ -173,7 +173,7 @@ def test_a_matrix_is_not_repeated_where_later_ones_keep_the_other_devices_busy(o
 
 
 IMPOSSIBLE = [
-    ("local", (64, 256), P("f"), {}, "in pieces"),
+    ("local", (64, 256), P("f"), {}, "is sharded"),
     ("gram", (64, 256), P("f"), {}, "the long side of a matrix, and that alone"),
     ("gram", (64, 256), P(), {}, "the long side of a matrix, and that alone"),
     ("gram", (64, 256), P(None, "f"), {"orthogonalizer": jnp.negative}, "whole matrices"),
@@ -303,7 +303,7 @@ def test_a_plan_is_read_off_the_arrays_themselves():
 @pytest.mark.parametrize(("replicas", "shards"), [(1, 8), (8, 1), (2, 4), (3, 2)])
 def test_the_owners_of_a_rest_are_different_devices_and_even_over_replicas(replicas, shards):
     sizes = (("r", replicas), ("f", shards))
-    work = Work(8, 8, 4, 0, ("f",), ("r",), sizes)
+    work = Workload(8, 8, 4, 0, ("f",), ("r",), sizes)
     for count in range(1, work.owners):
         for offset in range(work.owners):
             owners = rest_owners(offset, count, work)

@@ -2,14 +2,15 @@
 
 from typing import Any
 
-from muon_optax.sharding.rounds import Chunk, Piece, Round, rounds_of, runs
+from muon_optax.sharding.runtime.rounds import Chunk, Piece, Round, rounds_of, runs
 
-EXCHANGE: Any = "one exchange"
+STRATEGY: Any = "one strategy"
+MATRICES: Any = "matrices of one sharding"
 
 
-def chunk(*pieces: tuple[int, int, int], exchange: Any = EXCHANGE) -> Chunk:
+def chunk(*pieces: tuple[int, int, int], strategy: Any = STRATEGY) -> Chunk:
     """Of (leaf, start, count)."""
-    return Chunk(exchange, tuple(Piece(*piece, False) for piece in pieces), 1.0)
+    return Chunk(strategy, MATRICES, tuple(Piece(*piece, False) for piece in pieces), 1.0)
 
 
 def lengths(chunks: list[Chunk]) -> list[int]:
@@ -44,7 +45,7 @@ def test_what_is_not_alike_is_in_no_run():
     assert max(lengths(rest)) == 1
     gap = [chunk((0, start, 2)) for start in (0, 2, 4, 8)]
     assert max(lengths(gap)) == 1
-    kinds = [chunk((0, 2 * k, 2), exchange=k) for k in range(4)]
+    kinds = [chunk((0, 2 * k, 2), strategy=k) for k in range(4)]
     assert max(lengths(kinds)) == 1
     leaves = [chunk((2 * k, 0, 1), (2 * k + 1, 0, 1)) for k in range(4)]
     assert max(lengths(leaves)) == 1

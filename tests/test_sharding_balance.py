@@ -17,8 +17,8 @@ from benchmarks.shapes import gpt2_layers
 from muon_optax import muon, orthogonalize, plan
 from muon_optax.polar import NewtonSchulz, resolve_schedule
 from muon_optax.sharding import planner
-from muon_optax.sharding.cost import Work
-from muon_optax.sharding.loads import Loads, rest_owners
+from muon_optax.sharding.planning.loads import Loads, rest_owners
+from muon_optax.sharding.planning.workload import Workload
 
 BAR = 1.1  # the busiest device, of the ideal at most
 NEWTON_SCHULZ = NewtonSchulz(resolve_schedule("jordan"))
@@ -85,7 +85,7 @@ def test_real_matrices_are_shared_out_evenly_at_run_time(name):
 @pytest.mark.parametrize(("count", "offset"), [(5, 0), (6, 3), (7, 6)])
 def test_the_owners_of_a_rest_are_those_of_the_plan(count, offset, monkeypatch):
     mesh, seen = make_mesh({"r": 2, "f": 4}), []
-    monkeypatch.setattr(Loads, "best_offset", lambda *_: offset)
+    monkeypatch.setattr(Loads, "best_first_owner", lambda *_: offset)
     planner.plan_leaves.cache_clear()
 
     def orthogonalizer(x):
@@ -100,7 +100,7 @@ def test_the_owners_of_a_rest_are_those_of_the_plan(count, offset, monkeypatch):
     chex.assert_trees_all_equal(found, params)
     jax.effects_barrier()
     planner.plan_leaves.cache_clear()
-    work = Work(8, 8, 4, 0, ("f",), ("r",), (("r", 2), ("f", 4)))
+    work = Workload(8, 8, 4, 0, ("f",), ("r",), (("r", 2), ("f", 4)))
     want = rest_owners(offset, count, work).tolist()
     assert sorted(seen) == sorted((owner, i) for i, owner in enumerate(want))
 

@@ -9,8 +9,8 @@ from muon_optax.cli.output import present
 from muon_optax.cli.target import add_arguments, check_dtype, read_target, shardings
 from muon_optax.layouts import parse_sizes
 from muon_optax.plans import plan
-from muon_optax.sharding.cost import DEVICES
-from muon_optax.sharding.planner import STRATEGIES
+from muon_optax.sharding.planning.device_models import DEVICES
+from muon_optax.sharding.strategies import STRATEGIES
 
 __all__ = ["add_parser", "run"]
 

@@ -12,13 +12,15 @@ from muon_optax.checks import check_choice, check_static
 from muon_optax.matrix_view import BoundView
 from muon_optax.notices import warn_about
 from muon_optax.rules import first_match, unmatched
-from muon_optax.sharding.buckets import Bucket, Leaf
-from muon_optax.sharding.buffers import Arrays, Elementwise
-from muon_optax.sharding.cost import DeviceModel, device_model
-from muon_optax.sharding.local import Solver
-from muon_optax.sharding.pipeline import run_buckets
-from muon_optax.sharding.planner import STRATEGIES, plan_leaves
+from muon_optax.sharding.planning.buckets import Bucket
+from muon_optax.sharding.planning.device_models import DeviceModel, device_model
+from muon_optax.sharding.planning.leaves import Leaf
+from muon_optax.sharding.planning.planner import plan_leaves
+from muon_optax.sharding.runtime.buffers import Arrays, Elementwise
+from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer
+from muon_optax.sharding.runtime.pipeline import run_buckets
 from muon_optax.sharding.specs import Layout, as_declared, is_spec, read_layouts
+from muon_optax.sharding.strategies import STRATEGIES
 from muon_optax.tree_paths import Segments, leaves_with_segments, path_name, raise_together
 
 __all__ = ["Distribution", "StrategyRules"]
@@ -98,18 +100,18 @@ class Distribution:
         return [Leaf(*row) for row in rows]
 
     def plan(
-        self, leaves: Sequence[Leaf], solver: Solver
+        self, leaves: Sequence[Leaf], orthogonalizer: Orthogonalizer
     ) -> tuple[DeviceModel, tuple[Bucket, ...]]:
         """The device model, and the buckets of the leaves."""
         kinds = {_device_kind(leaf.layout) for leaf in leaves} - {None}
         device = device_model(self.device, next(iter(kinds), None))
         limit = self.max_workspace_bytes
-        return device, plan_leaves(tuple(leaves), solver.newton_schulz, device, limit)
+        return device, plan_leaves(tuple(leaves), orthogonalizer.newton_schulz, device, limit)
 
     def run(
         self,
         leaves: Sequence[Leaf],
-        solver: Solver,
+        orthogonalizer: Orthogonalizer,
         elementwise: Elementwise,
         scalars: Any,
         operands: Sequence[Arrays],
@@ -120,9 +122,15 @@ class Distribution:
             "exchanges inside every Newton-Schulz step; give param_shardings to avoid that",
             [leaf for leaf in leaves if not leaf.layout.is_known],
         )
-        device, buckets = self.plan(leaves, solver)
+        device, buckets = self.plan(leaves, orthogonalizer)
         return run_buckets(
-            buckets, leaves, solver, elementwise, scalars, operands, in_order=device.overlaps
+            buckets,
+            leaves,
+            orthogonalizer,
+            elementwise,
+            scalars,
+            operands,
+            is_ordered=device.overlaps,
         )
 
     def _strategy_of(self, path: Segments) -> str:

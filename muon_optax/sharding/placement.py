@@ -28,7 +28,7 @@ from muon_optax.sharding.specs import (
     read_layouts,
     spec_without,
 )
-from muon_optax.sharding.surroundings import mapped_axes
+from muon_optax.sharding.trace_context import mapped_axes
 from muon_optax.tree_paths import align, graft, leaves_with_segments, path_name, raise_together
 
 __all__ = [

@@ -15,7 +15,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from muon_optax.sharding.surroundings import mapped_axes, varying_axes
+from muon_optax.sharding.trace_context import mapped_axes, varying_axes
 from muon_optax.tree_paths import align, leaves_with_segments, path_name, raise_together
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Orthogonalises the matrices that lie on one device, whole or as slices."""
+"""Orthogonalises the matrices that one device has, whole or as slices."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,9 +20,9 @@ from muon_optax.polar import (
     resolve_schedule,
 )
 
-__all__ = ["Orthogonalizer", "Solver", "group_size", "make_solver"]
+__all__ = ["OrthogonalizeFunction", "Orthogonalizer", "group_size", "make_orthogonalizer"]
 
-Orthogonalizer = Callable[[jax.Array], jax.Array]
+OrthogonalizeFunction = Callable[[jax.Array], jax.Array]
 
 # Small matrices are multiplied in batches of about this many elements, large ones one by one:
 # on CPU a batch of 32 matrices of 64 x 256 takes 0.63 of the time of as many single ones, and a
@@ -35,15 +35,15 @@ _GROUP_LEAVES = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Solver:
-    """What is done with each matrix.
+class Orthogonalizer:
+    """How each matrix is orthogonalised.
 
     Attributes:
       function: a function on (batch, m, n).
       adaptive: multiply the result by its inner product with the input, the dual norm.
     """
 
-    function: Orthogonalizer
+    function: OrthogonalizeFunction
     adaptive: bool = False
 
     @property
@@ -62,10 +62,10 @@ class Solver:
         """Orthogonalises this device's slices of matrices by the Gram method.
 
         Args:
-          x: (batch, m, n), cut along `axis`.
+          x: (batch, m, n), sharded along `axis`.
           axis: the long axis of the matrices.
-          exchange: how the devices sum and spread Gram matrices.
-          axes: the mesh axes that cut.
+          exchange: how the devices sum Gram matrices and get the results.
+          axes: the mesh axes that shard them.
 
         Returns:
           The slices of the results.
@@ -83,16 +83,16 @@ class Solver:
         if batch == count:
             return self._apply(x)
 
-        def solve(i: jax.Array, x: jax.Array) -> jax.Array:
+        def orthogonalize_batch(i: jax.Array, x: jax.Array) -> jax.Array:
             y = self._apply(jax.lax.dynamic_slice_in_dim(x, i * batch, batch))
             return jax.lax.dynamic_update_slice_in_dim(x, y, i * batch, 0)
 
         # In place: the outputs of a map would first be filled with zeros, and copied.
-        return jax.lax.fori_loop(0, count // batch, solve, x)
+        return jax.lax.fori_loop(0, count // batch, orthogonalize_batch, x)
 
     def _apply(self, x: jax.Array) -> jax.Array:
         if self.newton_schulz is not None and x.shape[0] == 1:
-            y = self.function(x[0])[None]  # a product without a batch dim is faster
+            y = self.function(x[0])[None]  # a matmul without a batch dim is faster on CPU
         else:
             y = _checked(self.function(x), x)
         if self.adaptive:
@@ -100,17 +100,17 @@ class Solver:
         return y.astype(x.dtype)
 
 
-def make_solver(
+def make_orthogonalizer(
     ns_coeffs: Coefficients,
     ns_steps: int | None,
     *,
     preconditioning: Preconditioning | None,
     method: Method,
-    orthogonalizer: Orthogonalizer | None,
+    orthogonalizer: OrthogonalizeFunction | None,
     precision: PrecisionName | None = None,
     adaptive: bool = False,
-) -> Solver:
-    """The solver that the options mean; all are checked, also what `orthogonalizer` leaves unused.
+) -> Orthogonalizer:
+    """What the options mean; all are checked, also what `orthogonalizer` leaves unused.
 
     Raises:
       ValueError, TypeError: for options out of range.
@@ -122,11 +122,11 @@ def make_solver(
     schedule = resolve_schedule(ns_coeffs, ns_steps, preconditioning)
     iteration = NewtonSchulz(schedule, method, precision=precision)
     if orthogonalizer is None:
-        return Solver(iteration, adaptive)
+        return Orthogonalizer(iteration, adaptive)
     check_static("orthogonalizer", orthogonalizer)
     if not callable(orthogonalizer):
         raise TypeError(f"orthogonalizer must be a function, got {orthogonalizer!r}")
-    return Solver(orthogonalizer, adaptive)
+    return Orthogonalizer(orthogonalizer, adaptive)
 
 
 def group_size(count: int, elements: int) -> int:

@@ -6,8 +6,11 @@ from typing import NamedTuple
 
 import jax
 
-from muon_optax.sharding.buckets import Bucket, Leaf
-from muon_optax.sharding.execute import Exchange, exchange_for
+from muon_optax.sharding.planning.buckets import Bucket, WorkSlice
+from muon_optax.sharding.planning.leaves import Leaf
+from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer
+from muon_optax.sharding.strategies import LOCAL, Strategy
+from muon_optax.sharding.strategies.sharded_matrices import ShardedMatrices
 
 __all__ = ["Chunk", "Index", "Piece", "Round", "chunks_of", "rounds_of", "runs"]
 
@@ -22,39 +25,57 @@ class Piece:
       leaf: its index.
       start: the first of them.
       count: how many.
-      is_across: whether the leaf lies across the bucket's others, and is transposed.
+      is_transposed: whether it is the transposes that are sharded like the bucket's others.
     """
 
     leaf: int
     start: Index
     count: int
-    is_across: bool
+    is_transposed: bool
 
-    def turned(self, x: jax.Array) -> jax.Array:
+    def transposed(self, x: jax.Array) -> jax.Array:
         """Matrices of the leaf as the bucket has them, or back."""
-        return x.mT if self.is_across else x
+        return x.mT if self.is_transposed else x
 
     def moved(self, by: Index) -> "Piece":
-        """The piece that lies `by` times its size further on."""
+        """The piece that begins `by` times its size further on."""
         return dataclasses.replace(self, start=self.start + by * self.count)
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Matrices that are exchanged at once.
+    """Matrices that are sent at once.
 
     Attributes:
-      exchange: how.
-      pieces: which.
+      strategy: how they are brought together.
+      matrices: how the devices have them.
+      pieces: which they are.
       bytes: that a device receives.
     """
 
-    exchange: Exchange
+    strategy: Strategy
+    matrices: ShardedMatrices
     pieces: tuple[Piece, ...]
     bytes: float
 
+    def pick(self, x: jax.Array) -> jax.Array:
+        """As `Strategy.pick`."""
+        return self.strategy.pick(self.matrices, x)
+
+    def receive(self, x: jax.Array) -> jax.Array:
+        """As `Strategy.receive`."""
+        return self.strategy.receive(self.matrices, x)
+
+    def orthogonalize(self, x: jax.Array, orthogonalizer: Orthogonalizer) -> jax.Array:
+        """As `Strategy.orthogonalize`."""
+        return self.strategy.orthogonalize(self.matrices, x, orthogonalizer)
+
+    def send(self, y: jax.Array) -> jax.Array:
+        """As `Strategy.send`."""
+        return self.strategy.send(self.matrices, y)
+
     def moved(self, by: Index) -> "Chunk":
-        """The same of the pieces that lie `by` times their size further on."""
+        """The same of the pieces that begin `by` times their size further on."""
         return dataclasses.replace(self, pieces=tuple(p.moved(by) for p in self.pieces))
 
 
@@ -77,19 +98,19 @@ class Round(NamedTuple):
         return {piece.leaf for chunk in self if chunk for piece in chunk.pieces}
 
     def moved(self, by: Index) -> "Round":
-        """The same of the pieces that lie `by` times their size further on."""
+        """The same of the pieces that begin `by` times their size further on."""
         return Round(*(chunk and chunk.moved(by) for chunk in self))
 
-    def goes_on_in(self, other: "Round") -> bool:
-        """Whether the other differs only in that its pieces lie right after these."""
+    def continues_in(self, other: "Round") -> bool:
+        """Whether the other differs only in that its pieces begin where these end."""
         return self.moved(1) == other
 
 
 def chunks_of(buckets: Iterable[Bucket], leaves: Sequence[Leaf]) -> list[Chunk]:
     """The chunks of buckets, the cheapest last and the next cheapest first.
 
-    What is exchanged at the ends has no products to run under. Of equally cheap chunks those at the
-    ends already are taken, so that a stack stays in order.
+    What is sent at the ends has no matmuls to run under. Of equally cheap chunks those at the ends
+    already are taken, so that a stack stays in order.
     """
     chunks = [chunk for bucket in buckets for chunk in _chunks(bucket, leaves)]
     last = chunks.pop(min(range(len(chunks)), key=lambda k: (chunks[k].bytes, -k)))
@@ -99,15 +120,25 @@ def chunks_of(buckets: Iterable[Bucket], leaves: Sequence[Leaf]) -> list[Chunk]:
 
 def _chunks(bucket: Bucket, leaves: Sequence[Leaf]) -> Iterator[Chunk]:
     """The bucket's matrices are those of its leaves one after the other; a chunk is a run."""
-    for share, start, count in bucket.chunks:
+    for work_slice, start, count in bucket.chunks:
         pieces, low = [], start  # `low` counts from the leaf's first matrix
         for i in bucket.members:
             first, stop = max(low, 0), min(low + count, leaves[i].count)
-            is_across = leaves[i].sides != bucket.leaf.sides
-            pieces += [Piece(i, first, stop - first, is_across)] * (first < stop)
+            is_transposed = leaves[i].sides != bucket.leaf.sides
+            pieces += [Piece(i, first, stop - first, is_transposed)] * (first < stop)
             low -= leaves[i].count
-        exchange = exchange_for(share, bucket.leaf, count)
-        yield Chunk(exchange, tuple(pieces), share.cost.bytes * count / share.count)
+        received = work_slice.cost.bytes * count / work_slice.count
+        yield Chunk(*_way(work_slice, bucket.leaf, count), tuple(pieces), received)
+
+
+def _way(work_slice: WorkSlice, leaf: Leaf, count: int) -> tuple[Strategy, ShardedMatrices]:
+    """The strategy of a chunk, and its matrices."""
+    matrices = ShardedMatrices(
+        leaf, count, work_slice.replica_axes, work_slice.first_owner, work_slice.skips
+    )
+    # What one device has whole needs no collective, whatever strategy was asked for.
+    is_alone = matrices.shards * matrices.replicas == 1
+    return LOCAL if is_alone else work_slice.strategy, matrices
 
 
 def rounds_of(chunks: Sequence[Chunk]) -> list[Round]:
@@ -117,10 +148,10 @@ def rounds_of(chunks: Sequence[Chunk]) -> list[Round]:
 
 
 def runs(rounds: Iterable[Round]) -> Iterator[list[Round]]:
-    """Rounds in runs that differ only in how far on their pieces lie: each can be a loop."""
+    """Rounds in runs that differ only in where their pieces begin: each can be a loop."""
     run: list[Round] = []
     for each in rounds:
-        if run and not run[-1].goes_on_in(each):
+        if run and not run[-1].continues_in(each):
             yield run
             run = []
         run.append(each)

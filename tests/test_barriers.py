@@ -7,16 +7,16 @@ import pytest
 import sharded
 from jax.sharding import PartitionSpec as P
 
-from muon_optax.sharding.ordering import apart, together
+from muon_optax.sharding.runtime.barriers import barrier, materialized
 
 
 def test_values_are_what_they_were():
     tree = {"a": jnp.arange(3), "b": (jnp.ones(()), None)}
-    for function in (together, jax.jit(together)):
+    for function in (barrier, jax.jit(barrier)):
         found = function(tree)
         assert jax.tree.structure(found) == jax.tree.structure(tree)
         np.testing.assert_array_equal(found["a"], [0, 1, 2])
-    assert together(()) == ()
+    assert barrier(()) == ()
 
 
 def test_what_is_replicated_stays_so_beside_what_varies():
@@ -24,7 +24,7 @@ def test_what_is_replicated_stays_so_beside_what_varies():
 
     def body(a, b, c):
         types = [jax.typeof(v) for v in (a, b, c)]
-        a, b, c = together((a, b, c))
+        a, b, c = barrier((a, b, c))
         assert [jax.typeof(v) for v in (a, b, c)] == types
         return a, b, c
 
@@ -36,15 +36,15 @@ def test_what_is_replicated_stays_so_beside_what_varies():
 
 
 def test_derivatives_and_batches_pass():
-    value, slope = jax.jvp(lambda x: together((x, 2 * x))[1], (3.0,), (1.0,))
+    value, slope = jax.jvp(lambda x: barrier((x, 2 * x))[1], (3.0,), (1.0,))
     assert (float(value), float(slope)) == (6.0, 2.0)
-    assert float(jax.grad(lambda x: together((x**2, x))[0])(3.0)) == 6.0
-    batched = jax.vmap(lambda x: together((x, jnp.ones(())))[0])(jnp.arange(4))
+    assert float(jax.grad(lambda x: barrier((x**2, x))[0])(3.0)) == 6.0
+    batched = jax.vmap(lambda x: barrier((x, jnp.ones(())))[0])(jnp.arange(4))
     np.testing.assert_array_equal(batched, [0, 1, 2, 3])
 
 
 def test_one_barrier_holds_them_all():
-    text = jax.jit(lambda a, b: together((a + 1, b))).lower(1.0, 2.0).as_text()
+    text = jax.jit(lambda a, b: barrier((a + 1, b))).lower(1.0, 2.0).as_text()
     (line,) = [line for line in text.splitlines() if "optimization_barrier" in line]
     assert line.count("tensor<f32>") == 2
 
@@ -52,7 +52,7 @@ def test_one_barrier_holds_them_all():
 @pytest.mark.parametrize("columns", [28, 96, 120, 128, 224, 1792])
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_a_part_stands_apart_on_tpus_only(platform, columns):
-    traced = jax.jit(lambda x: apart(2 * x)).trace(jnp.ones((2, 3, columns)))
+    traced = jax.jit(lambda x: materialized(2 * x)).trace(jnp.ones((2, 3, columns)))
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     is_tpu, is_padded = platform == "tpu", columns in (28, 96, 224)
     assert ("optimization_barrier" in text) == is_tpu
@@ -63,8 +63,10 @@ def test_a_part_stands_apart_on_tpus_only(platform, columns):
 def test_a_part_apart_keeps_its_value_type_and_derivative():
     mesh = sharded.make_mesh({"x": 8})
     x = jax.device_put(jnp.arange(16.0).reshape(8, 2), jax.NamedSharding(mesh, P("x")))
-    body = jax.shard_map(lambda x: apart(3 * x), mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    body = jax.shard_map(
+        lambda x: materialized(3 * x), mesh=mesh, in_specs=P("x"), out_specs=P("x")
+    )
     np.testing.assert_array_equal(jax.jit(body)(x), 3 * np.arange(16).reshape(8, 2))
-    np.testing.assert_array_equal(jax.vmap(apart)(x), x)
-    slope = jax.grad(lambda x: apart(x**2).sum())(jnp.array([3.0, 4.0]))
+    np.testing.assert_array_equal(jax.vmap(materialized)(x), x)
+    slope = jax.grad(lambda x: materialized(x**2).sum())(jnp.array([3.0, 4.0]))
     np.testing.assert_array_equal(slope, [6, 8])

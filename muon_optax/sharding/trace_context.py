@@ -1,16 +1,23 @@
-"""What the code at hand runs inside of, a shard_map or a vmap, as far as JAX tells."""
+"""Which mesh axes a shard_map or a vmap around the running code maps over, as far as JAX tells."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-__all__ = ["mapped_axes", "varying_axes"]
+__all__ = ["as_varying", "mapped_axes", "varying_axes"]
 
 
 def varying_axes(x: Any) -> frozenset[str]:
     """Manual mesh axes over which an array's values differ, as far as its type says."""
     return jax.typeof(x).manual_axis_type.varying
+
+
+def as_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """`x` with the type of what differs between the devices along mesh axes."""
+    missing = tuple(set(axes) - varying_axes(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def mapped_axes(mesh: Mesh | AbstractMesh) -> frozenset[str]:

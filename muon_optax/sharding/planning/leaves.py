@@ -1,0 +1,86 @@
+"""The leaves that are planned, and which of them can be handled together."""
+
+import dataclasses
+
+from muon_optax.matrix_view import BoundView
+from muon_optax.polar import NewtonSchulz
+from muon_optax.sharding.specs import Axes, Layout
+
+__all__ = ["Leaf"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What planning needs to know of one leaf.
+
+    Attributes:
+      path: its name.
+      view: how it makes matrices.
+      layout: how it is sharded.
+      dtype: the dtype of collectives and matmuls, by name.
+      strategy: 'auto', or the strategy that the user asks for.
+      result_layout: how the results are sharded, if they go unsharded to every device that had a
+        slice, as under ZeRO-1.
+    """
+
+    path: str
+    view: BoundView
+    layout: Layout
+    dtype: str
+    strategy: str = "auto"
+    result_layout: Layout | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole leaf."""
+        return self.layout.shape
+
+    @property
+    def batch_axes(self) -> Axes:
+        """Mesh axes that shard the batch dims: whole matrices are on one device."""
+        return self.layout.axes_of(self.view.batch_axes)
+
+    @property
+    def shard_axes(self) -> Axes:
+        """Mesh axes that shard matrices."""
+        return self.layout.axes_of(self.view.stack_axes)
+
+    @property
+    def count(self) -> int:
+        """Matrices that a device has a slice of, or whole."""
+        return self.view.batch // self.layout.count(self.batch_axes)
+
+    @property
+    def sides(self) -> tuple[tuple[int, Axes], ...]:
+        """Size and mesh axes of each dim of a stacked matrix."""
+        axes = self.view.stack_axes
+        return tuple((self.shape[a], self.layout.type_key[a]) for a in axes)
+
+    @property
+    def key(self) -> tuple:
+        """What leaves must share to be handled together: all but the sizes of batch axes."""
+        return (self.view.matrix_key, self.sides, *self._rest_of_key)
+
+    def key_or_transposed(self, newton_schulz: NewtonSchulz | None) -> tuple:
+        """What a leaf shares with those, too, whose transposes are sharded as it is.
+
+        Under FSDP x TP, query and output projections are such leaves. They can be handled together,
+        since the transpose's polar factor is the polar factor's transpose.
+        """
+        if not self._may_be_transposed(newton_schulz):
+            return self.key
+        return (tuple(sorted(self.sides)), *self._rest_of_key)
+
+    @property
+    def _rest_of_key(self) -> tuple:
+        layout = self.layout
+        batch = frozenset(x for a in self.view.batch_axes for x in layout.type_key[a])
+        of_layout = (layout.mesh, batch, layout.free, layout.manual, layout.is_known)
+        return (*of_layout, self.dtype, self.strategy, self.result_layout is None)
+
+    def _may_be_transposed(self, newton_schulz: NewtonSchulz | None) -> bool:
+        """Whether its transposes may be orthogonalised instead, and could be of use."""
+        # AOL norms are those of rows, and a user's function may do anything.
+        is_symmetric = newton_schulz is not None and newton_schulz.schedule.preconditioning != "aol"
+        is_plain = len(self.sides) == 2 and len(self.view.block_sizes) == 1
+        return is_symmetric and is_plain and bool(self.shard_axes) and self.result_layout is None

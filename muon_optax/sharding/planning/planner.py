@@ -1,0 +1,278 @@
+"""Leaves -> buckets -> a strategy each: plain, hashable Python, computed while tracing.
+
+Leaves whose matrices have one shape, one dtype and one sharding form a bucket. Strategies are
+compared by their cost alone. Where one has owners, a bucket's matrices go to them in full rounds,
+one for each device; what is left over is a slice of the work of its own, whose owners are chosen so
+that the busiest device has as little to do as possible.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import jax.numpy as jnp
+
+from muon_optax.polar import NewtonSchulz, resolve_schedule
+from muon_optax.sharding.planning.buckets import Bucket, WorkSlice, group_leaves
+from muon_optax.sharding.planning.costs import estimate
+from muon_optax.sharding.planning.device_models import DeviceModel
+from muon_optax.sharding.planning.leaves import Leaf
+from muon_optax.sharding.planning.loads import Loads
+from muon_optax.sharding.planning.workload import Workload
+from muon_optax.sharding.runtime.orthogonalizer import group_size
+from muon_optax.sharding.strategies import STRATEGIES, Strategy
+from muon_optax.tree_paths import raise_together
+
+__all__ = ["plan_leaves"]
+
+# The default of `max_workspace_bytes`, at least; `_Chooser._chunk` says what six matrices hold.
+_LEAST_WORKSPACE = 2**28
+_WORKSPACE_MATRICES = 6
+
+
+@functools.lru_cache(maxsize=256)
+def plan_leaves(
+    leaves: tuple[Leaf, ...],
+    newton_schulz: NewtonSchulz | None,
+    device: DeviceModel,
+    max_workspace_bytes: int | None = None,
+) -> tuple[Bucket, ...]:
+    """Chooses a strategy for every leaf.
+
+    Args:
+      leaves: the leaves; empty ones are in no bucket.
+      newton_schulz: the iteration that runs; None for a function of the user's.
+      device: the device model that decides.
+      max_workspace_bytes: bound of one chunk's workspace on a device; None is the larger of 256 MiB
+        and six times the largest matrix.
+
+    Returns:
+      The buckets, costliest matrices first.
+
+    Raises:
+      ValueError: listing the leaves whose sharding rules out the strategy asked for.
+    """
+    filled = {i: leaf for i, leaf in enumerate(leaves) if math.prod(leaf.view.shape)}
+    workloads = {leaf.key: _workload(leaf, newton_schulz) for leaf in filled.values()}
+    largest = max((w.matrix_bytes for w in workloads.values()), default=0)
+    budget = max_workspace_bytes or max(_LEAST_WORKSPACE, _WORKSPACE_MATRICES * largest)
+    _check_strategies(filled.values(), newton_schulz)
+    groups = group_leaves(filled, workloads, newton_schulz)
+    groups = sorted(groups, key=lambda members: -workloads[leaves[members[0]].key].flops)
+
+    def planned(floors: Mapping[tuple, float]) -> list[Bucket]:
+        loads = {sizes: Loads(sizes) for sizes in floors}
+        buckets = []
+        for members in groups:
+            leaf = leaves[members[0]]
+            workload = workloads[leaf.key]
+            of_mesh = loads[workload.sizes], floors[workload.sizes]
+            are_single = all(leaves[i].count == 1 for i in members)
+            chooser = _Chooser(leaf, workload, device, *of_mesh, budget, are_single)
+            slices = chooser.slices(sum(leaves[i].count for i in members))
+            buckets.append(Bucket(members, leaf, tuple(slices)))
+        return buckets
+
+    # Bucket after bucket, a choice can't know whether later ones fill the devices it leaves idle.
+    # So one plan is made as if they did, one as if not.
+    floors = _least_peaks(filled.values(), workloads)
+    plans = planned(dict.fromkeys(floors, 0.0)), planned(floors)
+    best = min(plans, key=lambda buckets: sum(s.cost.seconds for b in buckets for s in b.slices))
+    return tuple(_without_lone_skip(best, device))
+
+
+def _workload(leaf: Leaf, newton_schulz: NewtonSchulz | None) -> Workload:
+    """What the cost of a leaf's bucket depends on, divided over all replicas that can divide it."""
+    rows, columns = sorted((leaf.view.fan_in, leaf.view.fan_out))
+    dtype = jnp.dtype(leaf.dtype)
+    # A function of the user's is counted as if it were the default iteration.
+    counted = newton_schulz or NewtonSchulz(resolve_schedule())
+    flops = sum(k * counted.flops(m, n, dtype) for k, m, n in leaf.view.matrices)
+    mesh = leaf.layout.mesh
+    return Workload(
+        rows,
+        columns,
+        itemsize=dtype.itemsize,
+        flops=flops // leaf.view.batch,
+        shard_axes=leaf.shard_axes,
+        replica_axes=leaf.layout.free,
+        sizes=() if mesh is None else tuple(mesh.shape.items()),
+        newton_schulz=newton_schulz,
+        results_are_replicated=leaf.result_layout is not None,
+    )
+
+
+def _least_peaks(leaves: Iterable[Leaf], workloads: Mapping[tuple, Workload]) -> dict[tuple, float]:
+    """FLOPs that the busiest device of each mesh has at least, however the work is divided."""
+    shared: dict[tuple, float] = collections.defaultdict(float)
+    largest: dict[tuple, int] = collections.defaultdict(int)
+    for leaf in leaves:
+        workload = workloads[leaf.key]
+        shared[workload.sizes] += leaf.count * workload.flops / workload.owners
+        largest[workload.sizes] = max(workload.flops, largest[workload.sizes])
+    return {sizes: max(shared[sizes], largest[sizes]) for sizes in shared}
+
+
+def _check_strategies(leaves: Iterable[Leaf], newton_schulz: NewtonSchulz | None) -> None:
+    problems = []
+    for leaf in leaves:
+        why = {name: s.why_impossible(leaf, newton_schulz) for name, s in STRATEGIES.items()}
+        if why.get(leaf.strategy) is not None:
+            possible = [name for name, reason in why.items() if reason is None]
+            problems.append(
+                f"{leaf.path}: {leaf.strategy!r} can't be, {why[leaf.strategy]}; "
+                f"possible: {possible}"
+            )
+    raise_together(problems, "these leaves can't have the strategy asked for:")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chooser:
+    """Chooses the strategies of one bucket.
+
+    Attributes:
+      leaf: stands for the bucket's leaves.
+      workload: of its matrices, divided over all the axes that can divide it.
+      device: as in `plan_leaves`.
+      loads: of the devices so far; what is chosen is added.
+      floor: FLOPs that the busiest device is taken to have in the end, at least.
+      budget: bytes of workspace for one chunk.
+      are_single: whether each leaf has one matrix.
+    """
+
+    leaf: Leaf
+    workload: Workload
+    device: DeviceModel
+    loads: Loads
+    floor: float
+    budget: int
+    are_single: bool
+
+    def slices(self, count: int) -> list[WorkSlice]:
+        """The cheapest way: all matrices under one strategy, or full rounds and a rest."""
+        options = [
+            option
+            for workload in self._divided_or_not()
+            for strategy in self._strategies(workload)
+            for option in self._options(strategy, count, workload)
+        ]
+        best = min(options, key=lambda slices: sum(map(self._price, slices)))
+        return [self._taken(work_slice) for work_slice in best]
+
+    def _divided_or_not(self) -> list[Workload]:
+        """The work divided over replicas, if there are any, and repeated on each."""
+        repeated = dataclasses.replace(self.workload, replica_axes=())
+        return [self.workload, repeated] if self.workload.replica_axes else [repeated]
+
+    def _strategies(self, workload: Workload) -> list[Strategy]:
+        """The one that is asked for, or those that 'auto' weighs."""
+        possible = [
+            s
+            for s in STRATEGIES.values()
+            if s.why_impossible(self.leaf, self.workload.newton_schulz) is None
+            and (s.communicates or not workload.replica_axes)
+        ]
+        if self.leaf.strategy != "auto":
+            return [s for s in possible if s.name == self.leaf.strategy]
+        return [s for s in possible if s.is_candidate(self.leaf, workload)]
+
+    def _options(self, strategy: Strategy, count: int, workload: Workload) -> list[list[WorkSlice]]:
+        """Ways to handle all matrices: of a strategy with owners, full rounds and any rest."""
+        if not strategy.has_owners:
+            return [[self._slice(strategy, 0, count, workload)]]
+        rounds = count // workload.owners * workload.owners
+        full = [self._slice(strategy, 0, rounds, workload)] if rounds else []
+        if rounds == count:
+            return [full]
+        return [
+            [*full, self._slice(s, rounds, count - rounds, workload)]
+            for s in self._strategies(workload)
+        ]
+
+    def _slice(self, strategy: Strategy, start: int, count: int, workload: Workload) -> WorkSlice:
+        skips = strategy.has_owners and count < workload.owners
+        return WorkSlice(
+            start,
+            count,
+            strategy,
+            replica_axes=workload.replica_axes,
+            first_owner=self.loads.best_first_owner(count, workload) if skips else 0,
+            chunk=self._chunk(strategy, count, workload),
+            cost=estimate(strategy, count, workload, self.device),
+            reason=self._reason(strategy, count, workload),
+            skips=skips,
+        )
+
+    def _chunk(self, strategy: Strategy, count: int, workload: Workload) -> int:
+        """Matrices to send at once, as many as the workspace holds.
+
+        Each that a device works on takes as many copies as the strategy holds, and two are on their
+        way: the chunks before and after.
+        """
+        held = self.budget // max(1, workload.matrix_bytes)
+        at_once = max(1, (held - 2) // strategy.copies_held)
+        bandwidth = self.device.bandwidth_over(workload.shard_axes, dict(workload.sizes))
+        is_large = workload.matrix_bytes / bandwidth > 5 * self.device.latency
+        if self.device.overlaps and is_large and strategy.communicates:
+            # Several large matrices are orthogonalised in a loop, under which XLA hides less of a
+            # collective than under plain matmuls. So those go one by one of which each takes much
+            # longer to send than the latency.
+            at_once = 1
+        elif not strategy.communicates and self.are_single and self.leaf.layout.is_known:
+            at_once = min(at_once, group_size(count, workload.rows * workload.columns))
+        return min(count, at_once * strategy.round_size(workload))
+
+    def _reason(self, strategy: Strategy, count: int, workload: Workload) -> str:
+        if not self.leaf.layout.is_known:
+            return "layout unknown: left to the partitioner; give param_shardings"
+        if self.leaf.strategy != "auto":
+            return "asked for"
+        return strategy.reason(self.leaf, count, workload)
+
+    def _price(self, work_slice: WorkSlice) -> float:
+        """Seconds that a slice of the work adds.
+
+        Matmuls of some devices are free below what the busiest device will have in the end. Those
+        that every device does never are: what comes later can't go to another.
+        """
+        if not work_slice.skips:
+            return work_slice.cost.seconds
+        peak = self.loads.peak_with(
+            work_slice.first_owner, work_slice.count, self._workload_of(work_slice)
+        )
+        return self._seconds(work_slice, max(0, peak - max(self.floor, self.loads.peak)))
+
+    def _taken(self, work_slice: WorkSlice) -> WorkSlice:
+        """The slice as it is planned: its matmuls take what the highest load grows by."""
+        before = self.loads.peak
+        if work_slice.skips:
+            workload = self._workload_of(work_slice)
+            self.loads.add_to_rest(work_slice.first_owner, work_slice.count, workload)
+        else:
+            self.loads.add_to_all(work_slice.cost.flops)
+        added = self.loads.peak - before
+        cost = dataclasses.replace(work_slice.cost, seconds=self._seconds(work_slice, added))
+        return dataclasses.replace(work_slice, cost=cost, added=added)
+
+    def _workload_of(self, work_slice: WorkSlice) -> Workload:
+        return dataclasses.replace(self.workload, replica_axes=work_slice.replica_axes)
+
+    def _seconds(self, work_slice: WorkSlice, flops: float) -> float:
+        """The slice's collectives, and matmuls of so many FLOPs."""
+        spared = work_slice.cost.flops - flops
+        return work_slice.cost.seconds - spared / self.device.rate(self.workload.itemsize)
+
+
+def _without_lone_skip(buckets: Sequence[Bucket], device: DeviceModel) -> Sequence[Bucket]:
+    """Skips nothing where one slice alone would be: devices that skip it would only wait."""
+    skipped = [s for bucket in buckets for s in bucket.slices if s.skips]
+    if len(skipped) != 1 or not device.overlaps:
+        return buckets
+    return [
+        dataclasses.replace(
+            bucket, slices=tuple(dataclasses.replace(s, skips=False) for s in bucket.slices)
+        )
+        for bucket in buckets
+    ]

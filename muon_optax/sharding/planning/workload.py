@@ -1,0 +1,71 @@
+"""The sizes that a bucket's cost depends on."""
+
+import dataclasses
+
+from muon_optax.polar import NewtonSchulz, Schedule
+
+__all__ = ["Workload"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Matrices of one shape and sharding, of any number.
+
+    Attributes:
+      rows, columns: m <= n of one (fused) matrix.
+      itemsize: bytes of an element in collectives.
+      flops: FLOPs to orthogonalise one matrix.
+      shard_axes: mesh axes that shard a matrix.
+      replica_axes: mesh axes whose replicas divide the matrices.
+      sizes: size of each mesh axis, as pairs in the mesh's order.
+      newton_schulz: the iteration that runs; None for a function of the user's.
+      results_are_replicated: whether results go unsharded to every device, not back as slices.
+    """
+
+    rows: int
+    columns: int
+    itemsize: int
+    flops: int
+    shard_axes: tuple[str, ...]
+    replica_axes: tuple[str, ...]
+    sizes: tuple[tuple[str, int], ...]
+    newton_schulz: NewtonSchulz | None = None
+    results_are_replicated: bool = False
+
+    def count(self, axes: tuple[str, ...]) -> int:
+        """Number of devices along axes."""
+        count = 1
+        for axis, size in self.sizes:
+            count *= size if axis in axes else 1
+        return count
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Bytes of one whole matrix in collectives."""
+        return self.rows * self.columns * self.itemsize
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of one result as a device keeps it."""
+        return self.matrix_bytes // (1 if self.results_are_replicated else self.shards)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the iteration that runs."""
+        assert self.newton_schulz is not None
+        return self.newton_schulz.schedule
+
+    @property
+    def owners(self) -> int:
+        """Devices that can each own a matrix."""
+        return self.shards * self.replicas
+
+    @property
+    def shards(self) -> int:
+        """N, the devices that a matrix is sharded over."""
+        return self.count(self.shard_axes)
+
+    @property
+    def replicas(self) -> int:
+        """R, the devices that divide the work on replicated matrices."""
+        return self.count(self.replica_axes)

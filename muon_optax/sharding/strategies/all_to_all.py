@@ -1,0 +1,99 @@
+"""All-to-all to owners: each matrix is whole on one device, once, and its slices go back."""
+
+import functools
+
+import jax
+
+from muon_optax.sharding.planning.leaves import Leaf
+from muon_optax.sharding.planning.workload import Workload
+from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer
+from muon_optax.sharding.strategies.base import Strategy
+from muon_optax.sharding.strategies.sharded_matrices import (
+    ShardedMatrices,
+    all_gather,
+    index_along,
+    padded,
+    rolled,
+)
+from muon_optax.sharding.trace_context import as_varying, varying_axes
+
+__all__ = ["AllToAll"]
+
+
+class AllToAll(Strategy):
+    """Each of N shards gathers 1/N of the matrices whole, and sends the slices of the results back.
+
+    For L matrices of m x n with b bytes an element: ceil(L/N) 2 mn b (N - 1)/N bytes and
+    ceil(L/N) F FLOPs. Results that are replicated, as under ZeRO-1, are all-gathered instead: whole
+    matrices come back from each owner.
+
+    Where there are fewer matrices than owners, those that `loads.rest_owners` names get one each.
+    """
+
+    name = "all_to_all"
+    has_owners = True
+
+    def is_candidate(self, leaf: Leaf, workload: Workload) -> bool:
+        return workload.owners > 1
+
+    def received_bytes(self, count: int, workload: Workload) -> int:
+        owned = -(-count // workload.shards)
+        slice_bytes = workload.matrix_bytes // workload.shards
+        return owned * (slice_bytes + workload.result_bytes) * (workload.shards - 1)
+
+    def flops(self, count: int, workload: Workload) -> int:
+        return -(-count // workload.shards) * workload.flops
+
+    def collectives(self, workload: Workload) -> int:
+        return 2
+
+    def round_size(self, workload: Workload) -> int:
+        return workload.owners
+
+    def reason(self, leaf: Leaf, count: int, workload: Workload) -> str:
+        if count >= workload.owners:
+            return "each matrix whole on one device, once"
+        matrices = "matrix" if count == 1 else "matrices"
+        return f"{count} {matrices} for {workload.owners} owners, the least busy ones"
+
+    def pick(self, matrices: ShardedMatrices, x: jax.Array) -> jax.Array:
+        each = _matrices_of_a_replica(matrices)
+        replica, _ = matrices.first_replica_and_shard
+        return matrices.own(rolled(padded(x, each * matrices.replicas), replica * each))
+
+    def receive(self, matrices: ShardedMatrices, x: jax.Array) -> jax.Array:
+        shards = matrices.shards
+        _, shard = matrices.first_replica_and_shard
+        x = rolled(padded(x, -(-_matrices_of_a_replica(matrices) // shards) * shards), shard)
+        return matrices.assemble(matrices.swap(x.reshape(shards, -1, *x.shape[1:])))
+
+    def orthogonalize(
+        self, matrices: ShardedMatrices, x: jax.Array, orthogonalizer: Orthogonalizer
+    ) -> jax.Array:
+        solve = functools.partial(orthogonalizer.whole, view=matrices.leaf.view)
+        if not matrices.skips:
+            return solve(x)
+        replica, shard = matrices.first_replica_and_shard
+        turn = (index_along(matrices.replica_axes) - replica) % matrices.replicas
+        place = (index_along(matrices.leaf.shard_axes) - shard) % matrices.shards
+        each = _matrices_of_a_replica(matrices)
+        has_one = (place < each) & (turn * each + place < matrices.count)
+        # shard_map types a result by what it varies over, and both branches must have one type. A
+        # constant that the iteration may return, as for an empty axis, varies over nothing.
+        typed = varying_axes(x)
+        return jax.lax.cond(has_one, lambda x: as_varying(solve(x), typed), lambda x: x, x)
+
+    def send(self, matrices: ShardedMatrices, y: jax.Array) -> jax.Array:
+        if matrices.results_are_replicated:
+            x = all_gather(y, matrices.leaf.shard_axes)
+        else:
+            parts = matrices.disassemble(y)
+            x = matrices.swap_joined(parts.reshape(-1, *parts.shape[2:]))
+        each = _matrices_of_a_replica(matrices)
+        replica, shard = matrices.first_replica_and_shard
+        x = matrices.all(rolled(x, -shard)[:each])
+        return rolled(x, -replica * each)[: matrices.count]
+
+
+def _matrices_of_a_replica(matrices: ShardedMatrices) -> int:
+    return -(-matrices.count // matrices.replicas)

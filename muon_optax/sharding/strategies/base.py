@@ -1,0 +1,91 @@
+"""What a strategy has to say and do."""
+
+import abc
+from typing import ClassVar
+
+import jax
+
+from muon_optax.polar import NewtonSchulz
+from muon_optax.sharding.planning.leaves import Leaf
+from muon_optax.sharding.planning.workload import Workload
+from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer
+from muon_optax.sharding.strategies.sharded_matrices import ShardedMatrices
+
+__all__ = ["Strategy"]
+
+
+class Strategy(abc.ABC):
+    """One way to bring sharded matrices together, orthogonalise them and re-shard the results.
+
+    The planner asks whether it is possible and what it costs. The pipeline then runs `pick`,
+    `receive`, `orthogonalize` and `send` on each chunk of matrices, inside a shard_map: `receive`
+    and `send` hold the collectives, and what they move is what `received_bytes` counts.
+
+    Attributes:
+      name: as users ask for it and tables show it.
+      has_owners: whether each matrix is whole on one device, its owner. Matrices then go in rounds
+        of one for each owner, and what is left over may go another way.
+      communicates: whether anything is sent. Only then can replicas divide the work.
+      copies_held: for each matrix that a device works on, how many of its size it holds at once:
+        as slices and whole, before and after, or one where results replace their input.
+    """
+
+    name: ClassVar[str]
+    has_owners: ClassVar[bool] = False
+    communicates: ClassVar[bool] = True
+    copies_held: ClassVar[int] = 4
+
+    # Planning
+
+    def why_impossible(self, leaf: Leaf, newton_schulz: NewtonSchulz | None) -> str | None:
+        """Why a leaf can't be handled so; None where it can.
+
+        Args:
+          leaf: the leaf.
+          newton_schulz: the iteration that runs; None for a function of the user's.
+        """
+        return None
+
+    def is_candidate(self, leaf: Leaf, workload: Workload) -> bool:
+        """Whether 'auto' weighs it: where it isn't another strategy with more overhead."""
+        return workload.shards > 1
+
+    @abc.abstractmethod
+    def received_bytes(self, count: int, workload: Workload) -> int:
+        """Bytes that a device receives from the other shards, for `count` matrices of a replica."""
+
+    @abc.abstractmethod
+    def flops(self, count: int, workload: Workload) -> int:
+        """FLOPs of the busiest device, for `count` matrices of a replica."""
+
+    @abc.abstractmethod
+    def collectives(self, workload: Workload) -> int:
+        """Collectives among the shards, each of which costs a latency."""
+
+    @abc.abstractmethod
+    def round_size(self, workload: Workload) -> int:
+        """Matrices in a chunk of which a device works on one at a time."""
+
+    @abc.abstractmethod
+    def reason(self, leaf: Leaf, count: int, workload: Workload) -> str:
+        """Why it is taken, for the plan's table."""
+
+    # Running, on one device
+
+    def pick(self, matrices: ShardedMatrices, x: jax.Array) -> jax.Array:
+        """Slices (count, *block) -> those that this device's replica works on."""
+        return matrices.own(x)
+
+    def receive(self, matrices: ShardedMatrices, x: jax.Array) -> jax.Array:
+        """What was picked -> what this device works on."""
+        return x
+
+    def orthogonalize(
+        self, matrices: ShardedMatrices, x: jax.Array, orthogonalizer: Orthogonalizer
+    ) -> jax.Array:
+        """Orthogonalises what was received."""
+        return orthogonalizer.whole(x, matrices.leaf.view)
+
+    @abc.abstractmethod
+    def send(self, matrices: ShardedMatrices, y: jax.Array) -> jax.Array:
+        """Undoes `receive` and `pick`: results (count, *block), as their leaves are sharded."""

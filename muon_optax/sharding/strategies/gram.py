@@ -1,0 +1,97 @@
+"""Distributed Gram: slices stay where they are, and only Gram matrices are communicated."""
+
+import dataclasses
+
+import jax
+
+from muon_optax.polar import GramExchange, NewtonSchulz
+from muon_optax.sharding.planning.leaves import Leaf
+from muon_optax.sharding.planning.workload import Workload
+from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer
+from muon_optax.sharding.strategies.base import Strategy
+from muon_optax.sharding.strategies.sharded_matrices import ShardedMatrices, padded
+from muon_optax.sharding.trace_context import as_varying
+
+__all__ = ["Gram"]
+
+
+class Gram(Strategy):
+    """Gram matrices are reduce-scattered to owners, iterated there, and all-gathered.
+
+    For L matrices of m x n, m <= n, with n over N shards and r restarts of the Gram iteration:
+    2 (1 + r) ceil(L/N) m^2 4 (N - 1) bytes, since Gram matrices are float32 both ways, and the
+    matmuls with X divided by N, besides those of the ceil(L/N) owned Gram matrices.
+    """
+
+    name = "gram"
+
+    def why_impossible(self, leaf: Leaf, newton_schulz: NewtonSchulz | None) -> str | None:
+        view = leaf.view
+        long = view.output_axes if view.fan_out >= view.fan_in else view.reduction_axes
+        if leaf.result_layout is not None:
+            return "the results are replicated to every device"
+        if newton_schulz is None:
+            return "a function of the user's needs whole matrices"
+        if newton_schulz.schedule.preconditioning == "spectral":
+            return "the spectral norm needs whole matrices"
+        if len(view.block_sizes) > 1:
+            return "fused blocks are cut from whole matrices"
+        if not leaf.shard_axes or leaf.layout.axes_of(long) != leaf.shard_axes:
+            return "the long side of a matrix, and that alone, must be sharded"
+        if leaf.layout.is_mapped:
+            return "JAX can't reduce-scatter under a vmap over an Explicit mesh axis"
+        return None
+
+    def is_candidate(self, leaf: Leaf, workload: Workload) -> bool:
+        """Where one device would take the Gram method too, so that results stay the same."""
+        iteration, view = workload.newton_schulz, leaf.view
+        if iteration is None:
+            return False
+        return iteration.chosen_method(view.fan_in, view.fan_out, leaf.dtype) == "gram"
+
+    def received_bytes(self, count: int, workload: Workload) -> int:
+        owned = -(-count // workload.shards)
+        gram_bytes = workload.rows**2 * max(4, workload.itemsize)
+        return 2 * workload.schedule.passes * owned * gram_bytes * (workload.shards - 1)
+
+    def flops(self, count: int, workload: Workload) -> int:
+        """The two terms of `NewtonSchulz.flops`: with X on slices, and the owner's steps."""
+        passes, steps = workload.schedule.passes, len(workload.schedule.rows)
+        with_slices = 4 * passes * workload.rows**2 * workload.columns
+        of_owner = (8 * steps - 6 * passes) * workload.rows**3
+        return count * with_slices // workload.shards + -(-count // workload.shards) * of_owner
+
+    def collectives(self, workload: Workload) -> int:
+        """In and out for each pass, the largest entries and the scales."""
+        return 2 * workload.schedule.passes + 2
+
+    def round_size(self, workload: Workload) -> int:
+        return workload.owners
+
+    def reason(self, leaf: Leaf, count: int, workload: Workload) -> str:
+        return "Gram matrices are smaller than the matrices"
+
+    def pick(self, matrices: ShardedMatrices, x: jax.Array) -> jax.Array:
+        return matrices.own(matrices.padded_for_replicas(x))
+
+    def orthogonalize(
+        self, matrices: ShardedMatrices, x: jax.Array, orthogonalizer: Orthogonalizer
+    ) -> jax.Array:
+        axes, view, count = matrices.leaf.shard_axes, matrices.leaf.view, x.shape[0]
+        rounded = -(-count // matrices.shards) * matrices.shards  # Gram matrices alone are padded
+        block = dataclasses.replace(view, shape=matrices.leaf.layout.block)
+        block = dataclasses.replace(block, block_sizes=(block.fan_out,))
+        exchange = GramExchange(
+            maximum=lambda v: jax.lax.pmax(jax.lax.stop_gradient(v), axes),
+            # Of a sum over all axes JAX asks that its type varies over each, or over none.
+            reduce=lambda r: jax.lax.psum_scatter(
+                as_varying(padded(r, rounded), axes), axes, tiled=True
+            ),
+            spread=lambda q: jax.lax.all_gather(q, axes, tiled=True)[:count],
+        )
+        (slices,) = block.split_stack(x)
+        axis = -1 if view.fan_in <= view.fan_out else -2
+        return block.merge_stack([orthogonalizer.slices(slices, axis, exchange, axes)])
+
+    def send(self, matrices: ShardedMatrices, y: jax.Array) -> jax.Array:
+        return matrices.all(y)[: matrices.count]

@@ -1,0 +1,137 @@
+"""A chunk of matrices as the devices of a mesh hold it, and the collectives on it.
+
+The *shards* of a matrix are the devices that hold its slices; *replicas* are groups of shards that
+hold the same slices and divide the matrices between them. Slices are sent in the leaf's own layout;
+only whole matrices are transposed, merged or cut into blocks.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from muon_optax.reshaping import reshaped
+from muon_optax.sharding.planning.leaves import Leaf
+
+__all__ = ["ShardedMatrices", "all_gather", "index_along", "padded", "rolled"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedMatrices:
+    """Matrices that are sent at once. All methods run on one device, inside a shard_map.
+
+    Attributes:
+      leaf: stands for the leaves that they come from.
+      count: how many a device has a slice of.
+      replica_axes: mesh axes whose replicas divide the matrices.
+      first_owner: where there are fewer matrices than owners, the first of those that get one.
+      skips: whether devices without a matrix do nothing; if not, they work on zeros.
+    """
+
+    leaf: Leaf
+    count: int
+    replica_axes: tuple[str, ...] = ()
+    first_owner: int = 0
+    skips: bool = False
+
+    @property
+    def shards(self) -> int:
+        """Devices that hold slices of a matrix."""
+        return self._devices(self.leaf.shard_axes)
+
+    @property
+    def replicas(self) -> int:
+        """Devices that hold the same slice and divide the work."""
+        return self._devices(self.replica_axes)
+
+    @property
+    def first_replica_and_shard(self) -> tuple[int, int]:
+        """Replica and shard of the first owner."""
+        return divmod(self.first_owner, self.shards)
+
+    @property
+    def results_are_replicated(self) -> bool:
+        """Whether results go unsharded to every device, as under ZeRO-1."""
+        return self.leaf.result_layout is not None
+
+    def padded_for_replicas(self, x: jax.Array) -> jax.Array:
+        """Zero matrices added up to a multiple of the number of replicas."""
+        return padded(x, -(-self.count // self.replicas) * self.replicas)
+
+    def own(self, x: jax.Array) -> jax.Array:
+        """This replica's part of matrices whose number the replicas divide."""
+        if self.replicas == 1:
+            return x
+        count = x.shape[0] // self.replicas
+        return jax.lax.dynamic_slice_in_dim(x, index_along(self.replica_axes) * count, count)
+
+    def all(self, x: jax.Array) -> jax.Array:
+        """Undoes `own`: all-gathers the parts of all replicas."""
+        return all_gather(x, self.replica_axes if self.replicas > 1 else ())
+
+    def swap(self, x: jax.Array) -> jax.Array:
+        """All-to-all of (shards, ...): by destination -> by source."""
+        return jax.lax.all_to_all(x, self.leaf.shard_axes, 0, 0) if self.shards > 1 else x
+
+    def swap_joined(self, x: jax.Array) -> jax.Array:
+        """The same for (shards * n, ...), from which leaves are cut."""
+        if self.shards == 1:
+            return x
+        # With tiled=True XLA on CPU cuts each leaf from the part that arrived, without joining the
+        # parts, and one kernel serves all leaves at the same place of a part. `swap` can't have
+        # it: XLA would give the parts, joined of leaves, layouts that differ, which its verifier
+        # refuses.
+        return jax.lax.all_to_all(x, self.leaf.shard_axes, 0, 0, tiled=True)
+
+    def assemble(self, parts: jax.Array) -> jax.Array:
+        """(shards, count, *block) -> whole matrices (count, *sizes)."""
+        names, spec = self.leaf.shard_axes, self._spec
+        count, block = parts.shape[1], parts.shape[2:]
+        order = [len(names)]
+        for i, axes in enumerate(spec):
+            order += [*(names.index(a) for a in axes), len(names) + 1 + i]
+        sizes = [n * self._devices(axes) for n, axes in zip(block, spec, strict=True)]
+        grid = parts.reshape(*(self._devices((a,)) for a in names), count, *block)
+        return reshaped(grid.transpose(order), (count, *sizes))
+
+    def disassemble(self, whole: jax.Array) -> jax.Array:
+        """Undoes `assemble`."""
+        names, spec = self.leaf.shard_axes, self._spec
+        grid, labels = [whole.shape[0]], [""]
+        for n, axes in zip(whole.shape[1:], spec, strict=True):
+            grid += [*(self._devices((a,)) for a in axes), n // self._devices(axes)]
+            labels += [*axes, ""]
+        rest = [i for i, label in enumerate(labels) if not label]
+        order = [*(labels.index(a) for a in names), *rest]
+        block = [grid[i] for i in rest]
+        return reshaped(whole, grid).transpose(order).reshape(self.shards, *block)
+
+    @property
+    def _spec(self) -> list[tuple[str, ...]]:
+        return [self.leaf.layout.spec[a] for a in self.leaf.view.stack_axes]
+
+    def _devices(self, axes: tuple[str, ...]) -> int:
+        return self.leaf.layout.count(axes)
+
+
+def index_along(axes: tuple[str, ...]) -> jax.Array | int:
+    """This device's index along mesh axes."""
+    return jax.lax.axis_index(axes) if axes else 0
+
+
+def all_gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The blocks of all devices along mesh axes, one after the other: the same on each of them."""
+    # `to="invarying"` gives the type of a replicated array, which shard_map's out_specs ask for.
+    return jax.lax.all_gather(x, axes, tiled=True, to="invarying") if axes else x
+
+
+def padded(x: jax.Array, count: int) -> jax.Array:
+    """Zero matrices added up to `count`: finite, and cut off again before results are used."""
+    if x.shape[0] == count:
+        return x
+    return jnp.pad(x, [(0, count - x.shape[0]), *[(0, 0)] * (x.ndim - 1)])
+
+
+def rolled(x: jax.Array, by: int) -> jax.Array:
+    """Matrices moved on by so many positions, the last ones to the front."""
+    return jnp.roll(x, by, axis=0) if by else x
