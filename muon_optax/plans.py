@@ -9,10 +9,10 @@ from muon_optax.checks import check_float_dtype
 from muon_optax.dtypes import compute_dtype
 from muon_optax.partition import Partition, Views, assign, check_rules
 from muon_optax.polar import Coefficients, Method, Preconditioning
+from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.distribute import Distribution, StrategyRules
 from muon_optax.sharding.planning.buckets import WorkSlice
 from muon_optax.sharding.planning.device_models import DeviceModel
-from muon_optax.sharding.planning.leaves import Leaf
 from muon_optax.sharding.runtime.orthogonalizer import OrthogonalizeFunction, make_orthogonalizer
 from muon_optax.sharding.specs import bare_spec, declared_specs, mesh_of
 from muon_optax.tables import format_table, rich_table
@@ -231,7 +231,7 @@ def _check_meshes(tree: Any, declared: Any) -> None:
     )
 
 
-def _row(work_slice: WorkSlice, leaves: list[Leaf]) -> PlanRow:
+def _row(work_slice: WorkSlice, leaves: list[BoundLeaf]) -> PlanRow:
     first, cost = leaves[0], work_slice.cost
     axes = first.view.stack_axes
     spec = first.layout.spec or ((),) * len(first.view.shape)

@@ -27,6 +27,7 @@ from muon_optax.momentum import (
 from muon_optax.partition import Views, assign
 from muon_optax.polar import Coefficients, Method, PrecisionName, Preconditioning
 from muon_optax.scaling import Scale, Scaling, resolve_scaling
+from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.distribute import Distribution, StrategyRules
 from muon_optax.sharding.placement import (
     check_fits,
@@ -40,7 +41,6 @@ from muon_optax.sharding.placement import (
     to_types_of,
 )
 from muon_optax.sharding.planning.device_models import DeviceModel
-from muon_optax.sharding.planning.leaves import Leaf
 from muon_optax.sharding.runtime.buffers import Elementwise
 from muon_optax.sharding.runtime.orthogonalizer import OrthogonalizeFunction, make_orthogonalizer
 from muon_optax.sharding.specs import Layout, read_layouts, whole_shapes
@@ -347,7 +347,7 @@ _MOMENTUM = Elementwise(
 _AS_THEY_ARE = Elementwise(prepare=lambda one, x: one.astype(x.dtype) * x, keep=lambda *_: ())
 
 
-def _ends(homes: Sequence[Layout | None], leaves: Sequence[Leaf]) -> list[Layout | None]:
+def _ends(homes: Sequence[Layout | None], leaves: Sequence[BoundLeaf]) -> list[Layout | None]:
     """Where results still have to go; None where they lie as they should."""
     return [
         home if home and home.type_key != leaf.layout.type_key else None

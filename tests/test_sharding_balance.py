@@ -16,7 +16,7 @@ from sharded import make_mesh
 from benchmarks.shapes import gpt2_layers
 from muon_optax import muon, orthogonalize, plan
 from muon_optax.polar import NewtonSchulz, resolve_schedule
-from muon_optax.sharding import planner
+from muon_optax.sharding.planning import planner
 from muon_optax.sharding.planning.loads import Loads, rest_owners
 from muon_optax.sharding.planning.workload import Workload
 

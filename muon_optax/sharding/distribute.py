@@ -12,9 +12,9 @@ from muon_optax.checks import check_choice, check_static
 from muon_optax.matrix_view import BoundView
 from muon_optax.notices import warn_about
 from muon_optax.rules import first_match, unmatched
+from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.planning.buckets import Bucket
 from muon_optax.sharding.planning.device_models import DeviceModel, device_model
-from muon_optax.sharding.planning.leaves import Leaf
 from muon_optax.sharding.planning.planner import plan_leaves
 from muon_optax.sharding.runtime.buffers import Arrays, Elementwise
 from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer
@@ -76,7 +76,7 @@ class Distribution:
         views: Sequence[BoundView],
         dtypes: Sequence[Any],
         homes: Sequence[Layout | None] | None = None,
-    ) -> list[Leaf]:
+    ) -> list[BoundLeaf]:
         """What the planner takes.
 
         Args:
@@ -86,7 +86,7 @@ class Distribution:
           homes: a layout a leaf, how the results will lie, if otherwise.
 
         Returns:
-          One `Leaf` for each leaf of `tree`.
+          One `BoundLeaf` for each leaf of `tree`.
         """
         paths = [path for path, _ in leaves_with_segments(tree)]
         layouts = read_layouts(tree, self.param_shardings)
@@ -97,10 +97,10 @@ class Distribution:
         names = [jnp.dtype(dtype).name for dtype in dtypes]
         asked = [self._strategy_of(path) for path in paths]
         rows = zip(map(path_name, paths), views, layouts, names, asked, ends, strict=True)
-        return [Leaf(*row) for row in rows]
+        return [BoundLeaf(*row) for row in rows]
 
     def plan(
-        self, leaves: Sequence[Leaf], orthogonalizer: Orthogonalizer
+        self, leaves: Sequence[BoundLeaf], orthogonalizer: Orthogonalizer
     ) -> tuple[DeviceModel, tuple[Bucket, ...]]:
         """The device model, and the buckets of the leaves."""
         kinds = {_device_kind(leaf.layout) for leaf in leaves} - {None}
@@ -110,7 +110,7 @@ class Distribution:
 
     def run(
         self,
-        leaves: Sequence[Leaf],
+        leaves: Sequence[BoundLeaf],
         orthogonalizer: Orthogonalizer,
         elementwise: Elementwise,
         scalars: Any,

@@ -5,8 +5,8 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from muon_optax.polar import NewtonSchulz
+from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.planning.costs import Cost
-from muon_optax.sharding.planning.leaves import Leaf
 from muon_optax.sharding.planning.workload import Workload
 from muon_optax.sharding.specs import Axes
 from muon_optax.sharding.strategies.base import Strategy
@@ -60,7 +60,7 @@ class Bucket:
     """
 
     members: tuple[int, ...]
-    leaf: Leaf
+    leaf: BoundLeaf
     slices: tuple[WorkSlice, ...]
 
     @property
@@ -72,7 +72,7 @@ class Bucket:
 
 
 def group_leaves(
-    leaves: Mapping[int, Leaf],
+    leaves: Mapping[int, BoundLeaf],
     workloads: Mapping[tuple, Workload],
     newton_schulz: NewtonSchulz | None,
 ) -> list[tuple[int, ...]]:
@@ -83,7 +83,7 @@ def group_leaves(
 
     Args:
       leaves: by index.
-      workloads: by `Leaf.key`.
+      workloads: by `BoundLeaf.key`.
       newton_schulz: the iteration that runs; None for a function of the user's.
 
     Returns:

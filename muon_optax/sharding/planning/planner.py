@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax.numpy as jnp
 
 from muon_optax.polar import NewtonSchulz, resolve_schedule
+from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.planning.buckets import Bucket, WorkSlice, group_leaves
 from muon_optax.sharding.planning.costs import estimate
 from muon_optax.sharding.planning.device_models import DeviceModel
-from muon_optax.sharding.planning.leaves import Leaf
 from muon_optax.sharding.planning.loads import Loads
 from muon_optax.sharding.planning.workload import Workload
 from muon_optax.sharding.runtime.orthogonalizer import group_size
@@ -34,7 +34,7 @@ _WORKSPACE_MATRICES = 6
 
 @functools.lru_cache(maxsize=256)
 def plan_leaves(
-    leaves: tuple[Leaf, ...],
+    leaves: tuple[BoundLeaf, ...],
     newton_schulz: NewtonSchulz | None,
     device: DeviceModel,
     max_workspace_bytes: int | None = None,
@@ -83,7 +83,7 @@ def plan_leaves(
     return tuple(_without_lone_skip(best, device))
 
 
-def _workload(leaf: Leaf, newton_schulz: NewtonSchulz | None) -> Workload:
+def _workload(leaf: BoundLeaf, newton_schulz: NewtonSchulz | None) -> Workload:
     """What the cost of a leaf's bucket depends on, divided over all replicas that can divide it."""
     rows, columns = sorted((leaf.view.fan_in, leaf.view.fan_out))
     dtype = jnp.dtype(leaf.dtype)
@@ -104,7 +104,9 @@ def _workload(leaf: Leaf, newton_schulz: NewtonSchulz | None) -> Workload:
     )
 
 
-def _least_peaks(leaves: Iterable[Leaf], workloads: Mapping[tuple, Workload]) -> dict[tuple, float]:
+def _least_peaks(
+    leaves: Iterable[BoundLeaf], workloads: Mapping[tuple, Workload]
+) -> dict[tuple, float]:
     """FLOPs that the busiest device of each mesh has at least, however the work is divided."""
     shared: dict[tuple, float] = collections.defaultdict(float)
     largest: dict[tuple, int] = collections.defaultdict(int)
@@ -115,7 +117,7 @@ def _least_peaks(leaves: Iterable[Leaf], workloads: Mapping[tuple, Workload]) ->
     return {sizes: max(shared[sizes], largest[sizes]) for sizes in shared}
 
 
-def _check_strategies(leaves: Iterable[Leaf], newton_schulz: NewtonSchulz | None) -> None:
+def _check_strategies(leaves: Iterable[BoundLeaf], newton_schulz: NewtonSchulz | None) -> None:
     problems = []
     for leaf in leaves:
         why = {name: s.why_impossible(leaf, newton_schulz) for name, s in STRATEGIES.items()}
@@ -142,7 +144,7 @@ class _Chooser:
       are_single: whether each leaf has one matrix.
     """
 
-    leaf: Leaf
+    leaf: BoundLeaf
     workload: Workload
     device: DeviceModel
     loads: Loads

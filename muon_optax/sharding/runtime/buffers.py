@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muon_optax.sharding.planning.leaves import Leaf
+from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.runtime.barriers import materialized
 from muon_optax.sharding.runtime.rounds import Index
 
@@ -45,7 +45,7 @@ class Buffers(abc.ABC):
       elementwise: what is done on its shards.
     """
 
-    leaf: Leaf
+    leaf: BoundLeaf
     elementwise: Elementwise
 
     @property
@@ -205,7 +205,7 @@ class _Joined(Buffers):
 
 
 def make_buffers(
-    leaf: Leaf, elementwise: Elementwise, *, is_cut: bool, is_ordered: bool
+    leaf: BoundLeaf, elementwise: Elementwise, *, is_cut: bool, is_ordered: bool
 ) -> Buffers:
     """The buffers of a leaf, cut into chunks or not, for a compiler that keeps an order or not."""
     kind = (_InPlace if is_ordered else _Joined) if is_cut else _Whole

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.placement import on_mesh_of
 from muon_optax.sharding.planning.buckets import Bucket
-from muon_optax.sharding.planning.leaves import Leaf
 from muon_optax.sharding.runtime.barriers import barrier, materialized
 from muon_optax.sharding.runtime.buffers import Arrays, Buffers, Elementwise, make_buffers
 from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer
@@ -35,7 +35,7 @@ __all__ = ["run_buckets"]
 
 def run_buckets(
     buckets: Iterable[Bucket],
-    leaves: Sequence[Leaf],
+    leaves: Sequence[BoundLeaf],
     orthogonalizer: Orthogonalizer,
     elementwise: Elementwise,
     scalars: Any,
@@ -144,7 +144,7 @@ class _Pipeline:
     """The program of one device."""
 
     buckets: tuple[Bucket, ...]
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[BoundLeaf, ...]
     orthogonalizer: Orthogonalizer
     elementwise: Elementwise
     is_ordered: bool

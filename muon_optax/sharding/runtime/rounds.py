@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import jax
 
+from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.planning.buckets import Bucket, WorkSlice
-from muon_optax.sharding.planning.leaves import Leaf
 from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer
 from muon_optax.sharding.strategies import LOCAL, Strategy
 from muon_optax.sharding.strategies.sharded_matrices import ShardedMatrices
@@ -106,7 +106,7 @@ class Round(NamedTuple):
         return self.moved(1) == other
 
 
-def chunks_of(buckets: Iterable[Bucket], leaves: Sequence[Leaf]) -> list[Chunk]:
+def chunks_of(buckets: Iterable[Bucket], leaves: Sequence[BoundLeaf]) -> list[Chunk]:
     """The chunks of buckets, the cheapest last and the next cheapest first.
 
     What is sent at the ends has no matmuls to run under. Of equally cheap chunks those at the ends
@@ -118,7 +118,7 @@ def chunks_of(buckets: Iterable[Bucket], leaves: Sequence[Leaf]) -> list[Chunk]:
     return [*sorted(chunks, key=lambda chunk: chunk is not first), last]
 
 
-def _chunks(bucket: Bucket, leaves: Sequence[Leaf]) -> Iterator[Chunk]:
+def _chunks(bucket: Bucket, leaves: Sequence[BoundLeaf]) -> Iterator[Chunk]:
     """The bucket's matrices are those of its leaves one after the other; a chunk is a run."""
     for work_slice, start, count in bucket.chunks:
         pieces, low = [], start  # `low` counts from the leaf's first matrix
@@ -131,7 +131,7 @@ def _chunks(bucket: Bucket, leaves: Sequence[Leaf]) -> Iterator[Chunk]:
         yield Chunk(*_way(work_slice, bucket.leaf, count), tuple(pieces), received)
 
 
-def _way(work_slice: WorkSlice, leaf: Leaf, count: int) -> tuple[Strategy, ShardedMatrices]:
+def _way(work_slice: WorkSlice, leaf: BoundLeaf, count: int) -> tuple[Strategy, ShardedMatrices]:
     """The strategy of a chunk, and its matrices."""
     matrices = ShardedMatrices(
         leaf, count, work_slice.replica_axes, work_slice.first_owner, work_slice.skips

@@ -4,7 +4,7 @@ import functools
 
 import jax
 
-from muon_optax.sharding.planning.leaves import Leaf
+from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.planning.workload import Workload
 from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer
 from muon_optax.sharding.strategies.base import Strategy
@@ -33,7 +33,7 @@ class AllToAll(Strategy):
     name = "all_to_all"
     has_owners = True
 
-    def is_candidate(self, leaf: Leaf, workload: Workload) -> bool:
+    def is_candidate(self, leaf: BoundLeaf, workload: Workload) -> bool:
         return workload.owners > 1
 
     def received_bytes(self, count: int, workload: Workload) -> int:
@@ -50,7 +50,7 @@ class AllToAll(Strategy):
     def round_size(self, workload: Workload) -> int:
         return workload.owners
 
-    def reason(self, leaf: Leaf, count: int, workload: Workload) -> str:
+    def reason(self, leaf: BoundLeaf, count: int, workload: Workload) -> str:
         if count >= workload.owners:
             return "each matrix whole on one device, once"
         matrices = "matrix" if count == 1 else "matrices"

@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax
 
 from muon_optax.polar import NewtonSchulz
-from muon_optax.sharding.planning.leaves import Leaf
+from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.planning.workload import Workload
 from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer
 from muon_optax.sharding.strategies.sharded_matrices import ShardedMatrices
@@ -37,7 +37,7 @@ class Strategy(abc.ABC):
 
     # Planning
 
-    def why_impossible(self, leaf: Leaf, newton_schulz: NewtonSchulz | None) -> str | None:
+    def why_impossible(self, leaf: BoundLeaf, newton_schulz: NewtonSchulz | None) -> str | None:
         """Why a leaf can't be handled so; None where it can.
 
         Args:
@@ -46,7 +46,7 @@ class Strategy(abc.ABC):
         """
         return None
 
-    def is_candidate(self, leaf: Leaf, workload: Workload) -> bool:
+    def is_candidate(self, leaf: BoundLeaf, workload: Workload) -> bool:
         """Whether 'auto' weighs it: where it isn't another strategy with more overhead."""
         return workload.shards > 1
 
@@ -67,7 +67,7 @@ class Strategy(abc.ABC):
         """Matrices in a chunk of which a device works on one at a time."""
 
     @abc.abstractmethod
-    def reason(self, leaf: Leaf, count: int, workload: Workload) -> str:
+    def reason(self, leaf: BoundLeaf, count: int, workload: Workload) -> str:
         """Why it is taken, for the plan's table."""
 
     # Running, on one device

@@ -2,7 +2,7 @@
 
 import jax
 
-from muon_optax.sharding.planning.leaves import Leaf
+from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.planning.workload import Workload
 from muon_optax.sharding.strategies.base import Strategy
 from muon_optax.sharding.strategies.sharded_matrices import ShardedMatrices, all_gather
@@ -31,7 +31,7 @@ class Gather(Strategy):
     def round_size(self, workload: Workload) -> int:
         return workload.replicas
 
-    def reason(self, leaf: Leaf, count: int, workload: Workload) -> str:
+    def reason(self, leaf: BoundLeaf, count: int, workload: Workload) -> str:
         return "fewer bytes than a round of owners"
 
     def pick(self, matrices: ShardedMatrices, x: jax.Array) -> jax.Array:

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 
 from muon_optax.polar import GramExchange, NewtonSchulz
-from muon_optax.sharding.planning.leaves import Leaf
+from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.planning.workload import Workload
 from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer
 from muon_optax.sharding.strategies.base import Strategy
@@ -25,7 +25,7 @@ class Gram(Strategy):
 
     name = "gram"
 
-    def why_impossible(self, leaf: Leaf, newton_schulz: NewtonSchulz | None) -> str | None:
+    def why_impossible(self, leaf: BoundLeaf, newton_schulz: NewtonSchulz | None) -> str | None:
         view = leaf.view
         long = view.output_axes if view.fan_out >= view.fan_in else view.reduction_axes
         if leaf.result_layout is not None:
@@ -42,7 +42,7 @@ class Gram(Strategy):
             return "JAX can't reduce-scatter under a vmap over an Explicit mesh axis"
         return None
 
-    def is_candidate(self, leaf: Leaf, workload: Workload) -> bool:
+    def is_candidate(self, leaf: BoundLeaf, workload: Workload) -> bool:
         """Where one device would take the Gram method too, so that results stay the same."""
         iteration, view = workload.newton_schulz, leaf.view
         if iteration is None:
@@ -68,7 +68,7 @@ class Gram(Strategy):
     def round_size(self, workload: Workload) -> int:
         return workload.owners
 
-    def reason(self, leaf: Leaf, count: int, workload: Workload) -> str:
+    def reason(self, leaf: BoundLeaf, count: int, workload: Workload) -> str:
         return "Gram matrices are smaller than the matrices"
 
     def pick(self, matrices: ShardedMatrices, x: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 import jax
 
 from muon_optax.polar import NewtonSchulz
-from muon_optax.sharding.planning.leaves import Leaf
+from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.planning.workload import Workload
 from muon_optax.sharding.strategies.base import Strategy
 from muon_optax.sharding.strategies.sharded_matrices import ShardedMatrices
@@ -21,10 +21,10 @@ class Local(Strategy):
     communicates = False
     copies_held = 1  # results are written over what they are made of
 
-    def why_impossible(self, leaf: Leaf, newton_schulz: NewtonSchulz | None) -> str | None:
+    def why_impossible(self, leaf: BoundLeaf, newton_schulz: NewtonSchulz | None) -> str | None:
         return "the matrix is sharded" if leaf.shard_axes else None
 
-    def is_candidate(self, leaf: Leaf, workload: Workload) -> bool:
+    def is_candidate(self, leaf: BoundLeaf, workload: Workload) -> bool:
         return workload.owners == 1
 
     def received_bytes(self, count: int, workload: Workload) -> int:
@@ -39,7 +39,7 @@ class Local(Strategy):
     def round_size(self, workload: Workload) -> int:
         return 1
 
-    def reason(self, leaf: Leaf, count: int, workload: Workload) -> str:
+    def reason(self, leaf: BoundLeaf, count: int, workload: Workload) -> str:
         if workload.count(leaf.layout.free) > 1:
             return "repeating it takes less time than sharing it"
         return "matrices are whole here"

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from muon_optax.reshaping import reshaped
-from muon_optax.sharding.planning.leaves import Leaf
+from muon_optax.sharding.bound_leaf import BoundLeaf
 
 __all__ = ["ShardedMatrices", "all_gather", "index_along", "padded", "rolled"]
 
@@ -28,7 +28,7 @@ class ShardedMatrices:
       skips: whether devices without a matrix do nothing; if not, they work on zeros.
     """
 
-    leaf: Leaf
+    leaf: BoundLeaf
     count: int
     replica_axes: tuple[str, ...] = ()
     first_owner: int = 0

@@ -1,4 +1,4 @@
-"""The leaves that are planned, and which of them can be handled together."""
+"""The record of one leaf: all that inner functions need to know of it, read once at the door."""
 
 import dataclasses
 
@@ -6,12 +6,12 @@ from muon_optax.matrix_view import BoundView
 from muon_optax.polar import NewtonSchulz
 from muon_optax.sharding.specs import Axes, Layout
 
-__all__ = ["Leaf"]
+__all__ = ["BoundLeaf"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
-    """What planning needs to know of one leaf.
+class BoundLeaf:
+    """A leaf with its view and its sharding.
 
     Attributes:
       path: its name.

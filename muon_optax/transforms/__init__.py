@@ -1,0 +1,1 @@
+"""The pieces of a step, one file each, as stages and as optax transformations."""

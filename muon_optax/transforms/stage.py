@@ -1,0 +1,129 @@
+"""Stages: the pieces of a step, on leaves that were bound once.
+
+Muon's step is a list of named stages: momentum and orthogonalisation, what may follow it, the scale
+by shape, weight decay, the learning rate, and what may come last. `muon` binds each leaf once, in
+`init` and in `update`, and hands the records to all stages. A public piece is the same stage behind
+a door of its own, which binds the leaves from the piece's own arguments.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import optax
+
+from muon_optax.sharding.bound_leaf import BoundLeaf
+
+__all__ = ["MatrixTransformation", "Stage", "as_stage", "in_order", "matrix_transformation"]
+
+Leaves = Sequence[BoundLeaf]
+
+
+class Stage(NamedTuple):
+    """One piece of a step.
+
+    Attributes:
+      init: (params, leaves) -> state.
+      update: (updates, state, params, leaves, **extra_args) -> (updates, state).
+
+    Both get a record for each leaf of `params` or `updates`, in flattening order.
+    """
+
+    init: Callable[[Any, Leaves], Any]
+    update: Callable[..., tuple[Any, Any]]
+
+
+class MatrixTransformation(optax.GradientTransformationExtraArgs):
+    """An optax transformation of matrices, which carries its stage.
+
+    In a chain it binds leaves by its own arguments. Given to `muon`, its stage takes the records
+    that `muon` has made, so that nothing is declared twice.
+
+    Attributes:
+      stage: what it does with bound leaves.
+    """
+
+    stage: Stage
+
+    def __new__(cls, init: Any, update: Any, stage: Stage) -> "MatrixTransformation":
+        """Makes the pair of functions that optax takes, and keeps the stage beside it."""
+        self = super().__new__(cls, init, update)
+        self.stage = stage
+        return self
+
+
+def matrix_transformation(stage: Stage, bind: Callable[[Any], Leaves]) -> MatrixTransformation:
+    """A stage as an optax transformation.
+
+    Args:
+      stage: the stage.
+      bind: a function from parameters, or updates, to a record for each of their leaves.
+
+    Returns:
+      The transformation.
+    """
+
+    def init(params):
+        return stage.init(params, bind(params))
+
+    def update(updates, state, params=None, **extra_args):
+        return stage.update(updates, state, params, bind(updates), **extra_args)
+
+    return MatrixTransformation(init, update, stage)
+
+
+def as_stage(transformation: optax.GradientTransformation) -> Stage:
+    """The stage that a transformation carries; any other transformation needs no records.
+
+    Example:
+      >>> stage = as_stage(optax.scale(2.0))
+      >>> stage.update(3.0, stage.init(1.0, []), None, [])[0]
+      6.0
+    """
+    if isinstance(transformation, MatrixTransformation):
+        return transformation.stage
+    inner = optax.with_extra_args_support(transformation)
+
+    def init(params, leaves):
+        del leaves
+        return inner.init(params)
+
+    def update(updates, state, params, leaves, **extra_args):
+        del leaves
+        return inner.update(updates, state, params, **extra_args)
+
+    return Stage(init, update)
+
+
+def in_order(stages: Mapping[str, Stage], order: Sequence[str]) -> Stage:
+    """Named stages as one, whose state is a dict of their states.
+
+    Args:
+      stages: by name.
+      order: the names in the order in which updates pass; each once. Not that of the states, which
+        have names, so that a checkpoint doesn't depend on it.
+
+    Returns:
+      The stage.
+
+    Example:
+      >>> double, add_one = optax.scale(2.0), optax.stateless(lambda u, p: u + 1.0)
+      >>> stages = {"double": as_stage(double), "add": as_stage(add_one)}
+      >>> step = in_order(stages, ("add", "double"))
+      >>> step.update(3.0, step.init(0.0, []), None, [])[0]
+      8.0
+    """
+    if sorted(order) != sorted(stages):
+        raise ValueError(f"the order must name each stage once: got {order} for {(*stages,)}")
+
+    def init(params, leaves):
+        return {name: stage.init(params, leaves) for name, stage in stages.items()}
+
+    def update(updates, state, params, leaves, **extra_args):
+        new = dict(state)
+        for name in order:
+            updates, new[name] = stages[name].update(
+                updates, state[name], params, leaves, **extra_args
+            )
+        return updates, new
+
+    return Stage(init, update)
