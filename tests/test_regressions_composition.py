@@ -1,4 +1,4 @@
-"""Cases from public reports, group F: composition with optax and JAX."""
+"""Regressions from public reports: composition with optax and JAX."""
 
 from typing import Any
 
@@ -14,7 +14,9 @@ from running import apply_updates, first_update, run
 
 from muon_optax import muon
 
-# 26. A skipped overflow step poisons the momentum for good.
+# A skipped overflow step poisons the momentum for good.
+# https://github.com/deepspeedai/DeepSpeed/issues/8432
+# https://github.com/deepspeedai/DeepSpeed/issues/8435
 
 
 def assert_equal_trees(got, want):
@@ -58,7 +60,11 @@ def test_accumulation_may_skip_what_is_not_finite():
         assert reference.relative_error(got[name], want[name]) <= 1e-5
 
 
-# 27. A scheduler drives only one of the two learning rates; per-group rates are discarded.
+# A scheduler drives only one of the two learning rates; per-group rates are discarded.
+# https://github.com/deepspeedai/DeepSpeed/issues/7713
+# https://github.com/deepspeedai/DeepSpeed/issues/8440
+# https://github.com/tenstorrent/tt-metal/issues/56027
+# https://github.com/google-deepmind/optax/issues/1565
 
 
 def falling(count):
@@ -117,7 +123,8 @@ def test_rates_and_decays_of_single_leaves():
     np.testing.assert_allclose(update["b"], -0.3 * one, atol=1e-5)
 
 
-# 28. The optimizer under vmap, for ensembles, or over hyperparameters.
+# The optimizer under vmap, for ensembles, or over hyperparameters.
+# https://github.com/borisdayma/dalle-mini/issues/166 https://github.com/jax-ml/jax/issues/34249
 
 
 def ensemble():
@@ -170,7 +177,10 @@ def test_a_batch_of_learning_rates_equals_a_loop():
             assert reference.relative_error(got[name][i], want[name]) <= 1e-5
 
 
-# 29. The rate baked into the program; integer hyperparameters traced when injected.
+# The rate baked into the program; integer hyperparameters traced when injected.
+# https://github.com/google-deepmind/optax/issues/577
+# https://github.com/google-deepmind/optax/issues/412
+# https://github.com/google-deepmind/optax/issues/1730
 
 PARAMS = {"w": jnp.eye(3, 4), "b": jnp.ones(3)}
 
@@ -247,7 +257,8 @@ def test_half_precision_hyperparameters_name_the_way_out():
         assert reference.relative_error(got[name], want[name]) <= 1e-2
 
 
-# 30. Options out of range: see the checks of `muon`. Parameters are needed for decay alone.
+# Options out of range: see the checks of `muon`. Parameters are needed for decay alone.
+# https://github.com/modelscope/ms-swift/issues/10145
 
 
 def test_parameters_are_needed_for_decay_alone():

@@ -1,4 +1,4 @@
-"""What users of Muon and writers of optax transformations ran into: partitioning and labels."""
+"""Regressions from public reports: partitioning and labels."""
 
 import functools
 import re
@@ -51,7 +51,9 @@ def sigmas(x: Any) -> np.ndarray:
     return np.linalg.svd(np.asarray(x, np.float64), compute_uv=False)
 
 
-# 1. google/flax#4901, google/flax#5372, optax#1148
+# optax.partition fails under nnx.Optimizer: a mask stands inside a variable.
+# https://github.com/google/flax/issues/4901 https://github.com/google/flax/issues/5372
+# https://github.com/google-deepmind/optax/issues/1148
 
 
 def train_nnx(model: Any, tx: Any, steps: int = 3) -> list[float]:
@@ -115,7 +117,9 @@ def test_a_label_tree_of_another_structure_names_the_path():
         muon(0.1, partition={"kernel": "muon", "kernle": "adam"}).init(state)
 
 
-# 2. optax#1537, optax#1538
+# None at the root, None at a leaf and a mask mean different things.
+# https://github.com/google-deepmind/optax/issues/1537
+# https://github.com/google-deepmind/optax/issues/1538
 
 MATRIX = matrix(1, 4, 6)
 PAIR = {"w": jnp.asarray(MATRIX), "b": jnp.arange(1.0, 7.0)}
@@ -163,7 +167,8 @@ def test_meanings_of_none_under_a_mask(views, adaptive):
     np.testing.assert_array_equal(got["b"], PAIR["b"])  # passed through, as optax.masked does
 
 
-# 3. goodfire-ai/spd#975, #982
+# The default by rank labels a stacked tree backwards.
+# https://github.com/goodfire-ai/spd/issues/975 https://github.com/goodfire-ai/spd/issues/982
 
 STACK = {
     "w": jnp.stack([jnp.asarray(matrix(s, 4, 5)) for s in range(3)]),
@@ -189,7 +194,8 @@ def test_an_undeclared_stack_is_visible():
     assert by_path["w"] == "no matrix view declared"
 
 
-# 4. maxtext#2546
+# A kernel with the scan axis in the middle.
+# https://github.com/AI-Hypercomputer/maxtext/issues/2546
 
 
 def test_the_scan_axis_in_the_middle():
@@ -205,7 +211,9 @@ def test_the_scan_axis_in_the_middle():
     np.testing.assert_allclose(alone, got[:, 1], rtol=1e-5, atol=1e-6)
 
 
-# 5. Megatron-LM#6642, ReaLLM-Forge#836, DeepSpeed#8441
+# A leaf that no group owns, or a rule that beats the check of the rank.
+# https://github.com/NVIDIA/Megatron-LM/issues/6642
+# https://github.com/deepspeedai/DeepSpeed/issues/8441
 
 
 def test_labels_that_no_optimizer_has_raise_at_init():
@@ -245,7 +253,10 @@ def test_each_leaf_is_updated_by_exactly_one_group():
     assert owned["adam"] == {"w": False, "head": True, "b": True, "f": False}
 
 
-# 6. DeepSpeed#7641, maxtext#4843, speculators#866
+# Names matched by substrings catch or miss leaves.
+# https://github.com/deepspeedai/DeepSpeed/issues/7641
+# https://github.com/AI-Hypercomputer/maxtext/issues/4843
+# https://github.com/vllm-project/speculators/issues/866
 
 
 def test_names_match_by_whole_segments():
@@ -287,7 +298,11 @@ def test_anchored_expressions():
     assert re.search(r"b/kernel +4 x 4 +1 of 4 x 4 +muon", text)
 
 
-# 7. Megatron-LM#4641, #5034, Paddle#78975, optax#1059, jax#9635
+# A tied weight goes to two optimizers; fresh state shares buffers.
+# https://github.com/NVIDIA/Megatron-LM/issues/4641
+# https://github.com/NVIDIA/Megatron-LM/issues/5034
+# https://github.com/PaddlePaddle/Paddle/issues/78975
+# https://github.com/google-deepmind/optax/issues/1059 https://github.com/jax-ml/jax/issues/9635
 
 
 def test_a_tied_array_with_one_label_is_quiet_and_with_two_warns():
@@ -335,7 +350,8 @@ def test_donation_straight_after_init():
     assert "ArgInfo" not in str(error.value)
 
 
-# 8. OneTrainer#1314, KellerJordan/Muon#25
+# LoRA factors of extreme aspect ratio, with a zero gradient at first.
+# https://github.com/Nerogar/OneTrainer/issues/1314 https://github.com/KellerJordan/Muon/issues/25
 
 
 def test_lora_factors():
@@ -354,7 +370,10 @@ def test_lora_factors():
     assert relative_error(got["kernel"], direction(np.asarray(grads["B"]))) < 1e-5
 
 
-# 9. optax#271, #290, #477
+# Nested masks and frozen leaves.
+# https://github.com/google-deepmind/optax/issues/271
+# https://github.com/google-deepmind/optax/issues/290
+# https://github.com/google-deepmind/optax/issues/477
 
 THREE = {"w": jnp.asarray(matrix(8, 4, 6)), "emb": jnp.ones((5, 4)), "b": jnp.arange(1.0, 7.0)}
 FULL = {"w": DIMS, "emb": None, "b": None}

@@ -1,4 +1,4 @@
-"""What people ran into with Muon on meshes, from public reports: small inputs, right outcomes."""
+"""Regressions from public reports: sharded meshes."""
 
 import contextlib
 import re
@@ -30,14 +30,17 @@ def whole_update(kernel: np.ndarray, rate: float = 0.1) -> np.ndarray:
     return reference.muon(kernel, [kernel], learning_rate=rate, rows=FAST)[0]
 
 
-# 18: DeepSpeed#8437, Megatron-LM#2583, KellerJordan/Muon#45, Moonlight#27.
+# Newton-Schulz of a shard: the update depends on the mesh.
+# https://github.com/deepspeedai/DeepSpeed/issues/8437
+# https://github.com/NVIDIA/Megatron-LM/issues/2583 https://github.com/KellerJordan/Muon/issues/45
+# https://github.com/MoonshotAI/Moonlight/issues/27
 
 
 @pytest.mark.parametrize(
     "sizes",
     [(1, 1), (8, 1), (2, 4), (4, 2)],
 )
-def test_18_the_update_does_not_depend_on_the_mesh(sizes):
+def test_the_update_does_not_depend_on_the_mesh(sizes):
     kernel = reference.matrix(0, 256, 256)
     specs = (P("x"), P(None, "x"), P("x", "y"), P(("x", "y")), P(None, ("y", "x")))
     devices = jax.devices()[: sizes[0] * sizes[1]]
@@ -52,18 +55,22 @@ def test_18_the_update_does_not_depend_on_the_mesh(sizes):
         sharded.assert_lies(updates[name], sharding)
 
 
-def test_18_blocks_orthogonalised_alone_would_be_far_off():
+def test_blocks_orthogonalised_alone_would_be_far_off():
     """The bar tells the bug from the right update."""
     kernel = reference.matrix(0, 256, 256)
     halves = [0.1 * reference.newton_schulz(h, FAST) for h in np.split(kernel, 2)]
     assert reference.relative_error(-np.concatenate(halves), whole_update(kernel)) > 0.2
 
 
-# 19: dion#83, KellerJordan/Muon#28 and #29, marin#6493, torchtitan#4593, Paddle#79286.
+# Sizes or numbers of matrices that the mesh axis doesn't divide.
+# https://github.com/microsoft/dion/issues/83 https://github.com/KellerJordan/Muon/issues/28
+# https://github.com/KellerJordan/Muon/issues/29
+# https://github.com/marin-community/marin/issues/6493
+# https://github.com/pytorch/torchtitan/issues/4593
 
 
 @pytest.mark.parametrize(("shape", "spec"), [((18, 4), P("f")), ((1, 8), P("f"))])
-def test_19_an_axis_that_does_not_divide_is_a_clear_error(shape, spec):
+def test_an_axis_that_does_not_divide_is_a_clear_error(shape, spec):
     mesh = make_mesh({"f": 8}, "auto")  # on Explicit ones there can't be such an array
     whole = NamedSharding(mesh, P())
     tx = muon(0.1, param_shardings={"mlp": {"kernel": spec}})
@@ -83,13 +90,13 @@ def test_19_an_axis_that_does_not_divide_is_a_clear_error(shape, spec):
         ((18, 8), P(None, "f")),
     ],
 )
-def test_19_other_sizes_work(shape, spec):
+def test_other_sizes_work(shape, spec):
     kernel = reference.matrix(0, *shape)
     got = kernel_update(kernel, make_mesh({"f": 8}), spec)
     assert reference.relative_error(got, whole_update(kernel)) <= 1e-5
 
 
-def test_19_nineteen_matrices_and_a_stack_of_three_of_two_dtypes():
+def test_nineteen_matrices_and_a_stack_of_three_of_two_dtypes():
     mesh = make_mesh({"f": 2, "r": 4})
     leaves = {f"layer_{i}": Leaf((4, 6), P("f")) for i in range(19)}
     leaves["stack"] = Leaf((3, 4, 6), P(None, "f"), STACK)
@@ -113,10 +120,11 @@ def test_19_nineteen_matrices_and_a_stack_of_three_of_two_dtypes():
             assert updates[name].dtype == grads[name].dtype
 
 
-# 20: VeOmni#1011, dion#44.
+# HSDP gathers over all devices, or over the wrong group.
+# https://github.com/ByteDance-Seed/VeOmni/issues/1011 https://github.com/microsoft/dion/issues/44
 
 
-def test_20_hybrid_sharding_gathers_within_a_replica():
+def test_hybrid_sharding_gathers_within_a_replica():
     mesh = make_mesh({"replica": 2, "fsdp": 4})
     kernel = reference.matrix(0, 16, 32)
     spec = P("fsdp", None)
@@ -127,11 +135,14 @@ def test_20_hybrid_sharding_gathers_within_a_replica():
     assert groups == {frozenset(range(4)), frozenset(range(4, 8))}
 
 
-# 21: optax#548, optax#1714, DeepSpeed#8438.
+# State that is made replicated, or on device 0.
+# https://github.com/google-deepmind/optax/issues/548
+# https://github.com/google-deepmind/optax/issues/1714
+# https://github.com/deepspeedai/DeepSpeed/issues/8438
 
 
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
-def test_21_the_state_is_born_like_its_parameter(kind):
+def test_the_state_is_born_like_its_parameter(kind):
     mesh = make_mesh({"x": 2, "y": 4}, kind)
     where = NamedSharding(mesh, P("x", "y"))
     params = {"kernel": jax.device_put(jnp.ones((16, 32), jnp.bfloat16), where)}
@@ -147,12 +158,15 @@ def test_21_the_state_is_born_like_its_parameter(kind):
         ]
 
 
-# 22: optax#1186, #1193, marin#5278.
+# Constants of one trace leak into another; code that needs a context mesh.
+# https://github.com/google-deepmind/optax/issues/1186
+# https://github.com/google-deepmind/optax/issues/1193
+# https://github.com/marin-community/marin/issues/5278
 
 
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 @pytest.mark.parametrize("with_context", [False, True])
-def test_22_an_optimizer_made_in_one_trace_works_in_another(kind, with_context):
+def test_an_optimizer_made_in_one_trace_works_in_another(kind, with_context):
     mesh = make_mesh({"f": 8}, kind)
     where = {"kernel": NamedSharding(mesh, P("f")), "bias": NamedSharding(mesh, P("f"))}
     params: Any = {"kernel": reference.matrix(0, 16, 32), "bias": np.ones(32, np.float32)}
@@ -170,7 +184,9 @@ def test_22_an_optimizer_made_in_one_trace_works_in_another(kind, with_context):
     assert reference.relative_error(updates["kernel"], want) <= 1e-5
 
 
-# 23: vllm-project/speculators#821, pytorch#150490.
+# Matrices of one row or column.
+# https://github.com/vllm-project/speculators/issues/821
+# https://github.com/pytorch/pytorch/issues/150490
 
 
 @pytest.mark.parametrize(
@@ -181,7 +197,7 @@ def test_22_an_optimizer_made_in_one_trace_works_in_another(kind, with_context):
         ((1, 1), [-0.6964]),
     ],
 )
-def test_23_matrices_of_one_row_or_column(shape, want):
+def test_matrices_of_one_row_or_column(shape, want):
     grad = np.arange(1, 1 + np.prod(shape), dtype=np.float32).reshape(shape)
     tx: Any = muon(1.0)
     params = {"kernel": grad}
@@ -200,14 +216,16 @@ def test_23_matrices_of_one_row_or_column(shape, want):
         ((4, 8), P("f")),
     ],
 )
-def test_23_thin_matrices_on_two_devices(shape, spec):
+def test_thin_matrices_on_two_devices(shape, spec):
     kernel = reference.matrix(0, *shape)
     mesh = jax.make_mesh((2,), ("f",), devices=jax.devices()[:2])
     got = kernel_update(kernel, mesh, spec)
     assert reference.relative_error(got, whole_update(kernel)) <= 1e-6
 
 
-# 36: goodfire-ai/spd#978, Megatron-LM#6683, marin#6493.
+# Collectives in every Newton-Schulz step.
+# https://github.com/goodfire-ai/spd/issues/978 https://github.com/NVIDIA/Megatron-LM/issues/6683
+# https://github.com/marin-community/marin/issues/6493
 
 
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
@@ -219,14 +237,17 @@ def test_23_thin_matrices_on_two_devices(shape, spec):
         (Leaf((8, 64, 64), P(("x", "y")), STACK), 0),
     ],
 )
-def test_36_one_exchange_in_and_one_out(leaf, most, kind):
+def test_one_exchange_in_and_one_out(leaf, most, kind):
     mesh = make_mesh({"x": 2, "y": 4}, kind)
     found = read_program(sharded.compile_update({"w": leaf}, mesh))
     assert sum(found.counts.values()) <= most
     assert found.exchanges_between_products == 0
 
 
-# 37: drjit#494, modded-nanogpt#146, haiku#639.
+# Leaf by leaf, launches and compile time grow.
+# https://github.com/mitsuba-renderer/drjit/issues/494
+# https://github.com/KellerJordan/modded-nanogpt/issues/146
+# https://github.com/google-deepmind/dm-haiku/issues/639
 
 
 def products(shapes: dict[str, tuple[int, ...]], view: Any) -> int:
@@ -237,7 +258,7 @@ def products(shapes: dict[str, tuple[int, ...]], view: Any) -> int:
     return len(re.findall(r" dot\(", lowered.compile().as_text() or ""))
 
 
-def test_37_more_leaves_of_one_shape_are_not_more_products():
+def test_more_leaves_of_one_shape_are_not_more_products():
     alone = products({"w": (32, 32)}, sharded.MATRIX)
     assert alone > 0
     assert products({f"w{i}": (32, 32) for i in range(8)}, sharded.MATRIX) == alone
@@ -248,7 +269,7 @@ def test_37_more_leaves_of_one_shape_are_not_more_products():
 
 
 @pytest.mark.parametrize("spec", [P(), P("f")])
-def test_37_grouped_results_equal_ungrouped_ones(spec):
+def test_grouped_results_equal_ungrouped_ones(spec):
     mesh = make_mesh({"f": 8})
     leaves = {f"w{i}": Leaf((32, 32 + 8 * (i % 3)), spec) for i in range(12)}
     grads, where = sharded.gradients(leaves), sharded.shardings(leaves, mesh)
@@ -260,11 +281,15 @@ def test_37_grouped_results_equal_ungrouped_ones(spec):
         assert reference.relative_error(together[name], alone) <= 1e-6
 
 
-# 38: Megatron-LM#5034, LlamaFactory#8041, Moonlight#41, marin#3766.
+# Memory: state doubled, workspace unbounded.
+# https://github.com/NVIDIA/Megatron-LM/issues/5034
+# https://github.com/hiyouga/LLaMA-Factory/issues/8041
+# https://github.com/MoonshotAI/Moonlight/issues/41
+# https://github.com/marin-community/marin/issues/3766
 
 
 @pytest.mark.parametrize(("mu_dtype", "matrix", "embedding"), [(None, 4, 8), ("bfloat16", 2, 6)])
-def test_38_bytes_of_the_state(mu_dtype, matrix, embedding):
+def test_bytes_of_the_state(mu_dtype, matrix, embedding):
     params = {"w": jnp.ones((1024, 1024)), "emb": jnp.ones((4096, 64))}
     state: Any = jax.eval_shape(muon(0.1, mu_dtype=mu_dtype).init, params)
     sizes = {
@@ -275,7 +300,7 @@ def test_38_bytes_of_the_state(mu_dtype, matrix, embedding):
 
 
 @pytest.mark.parametrize("spec", [P("f"), P(None, "f"), P(None, None, "f")])
-def test_38_the_workspace_of_a_large_stack_is_bounded(spec):
+def test_the_workspace_of_a_large_stack_is_bounded(spec):
     leaf = Leaf((128, 512, 512), spec, STACK)
     matrix = 512 * 512 * 4
     mesh, limit = make_mesh({"f": 8}), 24 * matrix

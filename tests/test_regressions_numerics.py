@@ -1,4 +1,4 @@
-"""Cases from public reports, groups B and C: numerics and dtypes."""
+"""Regressions from public reports: numerics and dtypes."""
 
 import itertools
 from typing import Any
@@ -31,7 +31,10 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-# 10. 0/0 on a zero gradient or a zero parameter.
+# 0/0 on a zero gradient or a zero parameter.
+# https://github.com/microsoft/dion/issues/24 https://github.com/marin-community/marin/issues/9054
+# https://github.com/google-deepmind/optax/issues/1743
+# https://github.com/NVIDIA-NeMo/Emerging-Optimizers/issues/254
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
@@ -54,7 +57,11 @@ def test_a_zero_gradient_between_others_does_no_harm():
     np.testing.assert_allclose([u["w"] for u in updates], want, atol=1e-5)
 
 
-# 11. Complex: a transpose without conjugate gives NaN, real leaves turn complex.
+# Complex: a transpose without conjugate gives NaN, real leaves turn complex.
+# https://github.com/google-deepmind/optax/issues/1494
+# https://github.com/google-deepmind/optax/issues/1506
+# https://github.com/google-deepmind/optax/issues/1761
+# https://github.com/google-deepmind/optax/issues/287
 
 
 def complex_matrix(m, n):
@@ -87,7 +94,10 @@ def test_each_leaf_and_its_state_keep_their_dtype_beside_complex_ones():
     np.testing.assert_allclose(updates[2]["real"], alone[2]["real"], rtol=1e-5, atol=1e-7)
 
 
-# 12. Polar Express or spectral scaling diverges where rounding lifts a singular value above 1.
+# Polar Express or spectral scaling diverges where rounding lifts a singular value above 1.
+# https://github.com/NVIDIA-NeMo/Emerging-Optimizers/issues/228
+# https://github.com/marin-community/marin/issues/6301
+# https://github.com/google-deepmind/optax/issues/1613
 
 
 def hard_matrices(n):
@@ -111,7 +121,8 @@ def test_polar_express_does_not_grow_with_steps(dtype, kind, size):
     assert (np.diff(largest, axis=0) <= 1e-2).all()
 
 
-# 13. Newton-Schulz of the raw gradient instead of the momentum.
+# Newton-Schulz of the raw gradient instead of the momentum.
+# https://github.com/google-deepmind/optax/issues/1170
 
 
 def test_the_second_update_depends_on_the_first_gradient():
@@ -126,7 +137,10 @@ def test_the_second_update_depends_on_the_first_gradient():
     assert reference.relative_error(*updates) > 0.1
 
 
-# 15. MultiSteps: the branches of lax.cond differ in dtype; cond inside shard_map.
+# MultiSteps: the branches of lax.cond differ in dtype; cond inside shard_map.
+# https://github.com/google-deepmind/optax/issues/377
+# https://github.com/google-deepmind/optax/issues/1038
+# https://github.com/google-deepmind/optax/issues/1039 https://github.com/jax-ml/jax/issues/23693
 
 
 def accumulated(update, params, state, grads):
@@ -188,7 +202,8 @@ def test_accumulated_steps_inside_a_shard_map():
         assert reference.relative_error(seen[1][name], alone[1][name]) <= 1e-2
 
 
-# 16. The update's dtype depends on how the learning rate was given.
+# The update's dtype depends on how the learning rate was given.
+# https://github.com/google-deepmind/optax/issues/1405
 
 RATES = {
     "python": 1e-3,
@@ -226,7 +241,10 @@ def test_a_traced_rate_gives_the_same():
         assert reference.relative_error(got[name][0], want[name]) <= 1e-2
 
 
-# 17. Newton-Schulz forced to bfloat16 for float32 users; crashes on mixed dtypes.
+# Newton-Schulz forced to bfloat16 for float32 users; crashes on mixed dtypes.
+# https://github.com/pytorch/pytorch/issues/160213
+# https://github.com/NVIDIA/physicsnemo/issues/1743 https://github.com/nil0x9/flash-muon/issues/9
+# https://github.com/zichongli5/NorMuon/issues/4 https://github.com/zichongli5/NorMuon/issues/10
 
 
 def test_single_precision_stays_single_and_half_is_a_choice():

@@ -1,4 +1,4 @@
-"""Cases from public reports, group G: conventions of scaling and weight decay."""
+"""Regressions from public reports: scaling and weight decay."""
 
 from typing import Any
 
@@ -12,7 +12,10 @@ from running import first_update
 
 from muon_optax import MatrixView, MuonDimensionNumbers, muon
 
-# 31. The layout convention flips the aspect factor.
+# The layout convention flips the aspect factor.
+# https://github.com/google-deepmind/optax/issues/1249
+# https://github.com/keras-team/keras/issues/21885
+# https://github.com/pytorch/pytorch/issues/160213
 
 
 def factors(shapes, views=None, **options):
@@ -65,7 +68,10 @@ def test_a_kernel_and_its_transpose_get_the_same_step():
     assert reference.relative_error(got["jax"], -0.2 * reference.newton_schulz(x)) <= 1e-5
 
 
-# 32. A convolution's factor read from its window or from the tensor as it lies.
+# A convolution's factor read from its window or from the tensor as it lies.
+# https://github.com/KellerJordan/Muon/issues/63 https://github.com/MoonshotAI/Moonlight/issues/31
+# https://github.com/huggingface/pytorch-image-models/issues/2791
+# https://github.com/ultralytics/ultralytics/issues/25846
 
 HWIO = MuonDimensionNumbers((0, 1, 2), 3)
 
@@ -89,7 +95,9 @@ def test_depthwise_kernels_get_adamw_by_default():
         np.testing.assert_allclose(update[name], want[name], rtol=1e-6)
 
 
-# 33. Flattening a stack merges the stack axis.
+# Flattening a stack merges the stack axis.
+# https://github.com/microsoft/dion/issues/119 https://github.com/microsoft/dion/issues/121
+# https://github.com/KellerJordan/Muon/issues/34
 
 
 def test_leaves_of_one_shape_equal_a_stack_and_each_alone():
@@ -129,7 +137,15 @@ def test_a_reshape_is_undone_exactly(view, shape):
     np.testing.assert_array_equal(first_update(tx, {"w": x})["w"], -0.5 * x)
 
 
-# 34. Fused projections treated as one matrix, and the scale of each block lost.
+# Fused projections treated as one matrix, and the scale of each block lost.
+# https://github.com/NVIDIA/Megatron-LM/issues/4731
+# https://github.com/NVIDIA/Megatron-LM/issues/6688
+# https://github.com/NVIDIA/Megatron-LM/issues/7077
+# https://github.com/pytorch/torchtitan/issues/4532
+# https://github.com/pytorch/torchtitan/issues/4692 https://github.com/microsoft/dion/issues/90
+# https://github.com/microsoft/dion/issues/113 https://github.com/InternLM/xtuner/issues/2030
+# https://github.com/deepspeedai/DeepSpeed/issues/8367
+# https://github.com/deepspeedai/DeepSpeed/issues/8580
 
 
 def assert_blocks_equal_leaves(blocks, fused, view, take, **options):
@@ -208,7 +224,12 @@ def test_sizes_that_do_not_fill_the_axis_are_an_error_at_init(view):
         tx.init({"attn": {"qkv": jnp.ones((64, 80))}})
 
 
-# 35. Weight decay: its order, shared or not with AdamW, its mask, and how it vanishes.
+# Weight decay: its order, shared or not with AdamW, its mask, and how it vanishes.
+# https://github.com/google-deepmind/optax/issues/1275
+# https://github.com/google-deepmind/optax/issues/1565
+# https://github.com/stanford-crfm/levanter/issues/1147
+# https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2010
+# https://github.com/pytorch/pytorch/issues/64475
 
 
 def zero_gradient_update(params, *args, **options):
