@@ -287,11 +287,6 @@ FITS = "each gradient must be floating point, and of its parameter's and momentu
             "b: got gradient float32(6,), parameter int32(6,), momentum float32(6,)",
         ),
         (
-            {"w": None},
-            PAIR,
-            "w: got gradient none, parameter float32(4, 6), momentum float32(4, 6)",
-        ),
-        (
             {},
             {"w": PAIR["w"]},
             "b: got gradient float32(6,), parameter none, momentum float32(6,)",
