@@ -316,7 +316,7 @@ def test_what_does_not_fit_is_still_an_error():
         ({**params, "act": jnp.ones(3)}, "act: got custom_jvp"),
         ({**params, "up": None, "new": jnp.ones(3)}, "new: got gradient float32(3,), parameter"),
     ]:
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match="must be") as error:
             tx.update(grads, state, model)
         (shown,) = str(error.value).splitlines()[1:]
         assert shown.strip().startswith(line)
