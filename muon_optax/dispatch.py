@@ -21,6 +21,7 @@ from muon_optax.partition import (
     check_rules,
     overruled,
 )
+from muon_optax.sharding.options import ShardingOptions, Shardings
 from muon_optax.sharding.specs import whole_shapes
 from muon_optax.surprises import warn_of_surprises
 from muon_optax.tree_paths import (
@@ -35,21 +36,22 @@ __all__ = ["dispatch"]
 
 
 def dispatch(
-    muon_half: Callable[[Views], optax.GradientTransformation],
+    muon_half: Callable[[Views, Shardings], optax.GradientTransformation],
     adam_half: optax.GradientTransformation,
     views: Views,
     partition: Partition,
-    param_shardings: Any = None,
+    declared: ShardingOptions,
 ) -> optax.GradientTransformationExtraArgs:
     """One transformation out of two, by the label of each leaf.
 
     Args:
       muon_half: the transformation of Muon's leaves, given a function from their tree to their
-        views; a chain, the first of whose states has the momentum, `mu`.
+        views, and what is declared of all leaves' shardings; a chain, the first of whose states has
+        the momentum, `mu`.
       adam_half: the transformation of AdamW's leaves, a chain like that too.
       views: as in `assign`.
       partition: as in `assign`.
-      param_shardings: how blocks lie inside a shard_map: views and rules see whole leaves.
+      declared: how leaves are sharded; inside a shard_map, views and rules see whole leaves.
 
     Returns:
       A transformation with optax's `PartitionState`. Leaves that aren't floating point are left as
@@ -61,10 +63,10 @@ def dispatch(
     _check_partition(partition)
 
     def partitioned(
-        assignment: Assignment, has_frozen: bool
+        assignment: Assignment, shardings: Shardings, has_frozen: bool
     ) -> optax.GradientTransformationExtraArgs:
         transforms: dict[Hashable, optax.GradientTransformation] = {
-            "muon": muon_half(assignment.views_of),
+            "muon": muon_half(assignment.views_of, shardings),
             "adam": adam_half,
         }
         if has_frozen:
@@ -72,7 +74,8 @@ def dispatch(
         return optax.partition(transforms, lambda _: assignment.labels())
 
     def init(params):
-        whole = whole_shapes(params, param_shardings)
+        shardings = declared.of(params)
+        whole = whole_shapes(params, shardings.params)
         assignment = assign(whole, views, partition)
         check_rules(partition, params)
         warn_of_surprises(params, assignment)
@@ -83,15 +86,17 @@ def dispatch(
                 overruled(whole, partition, assignment),
             )
         has_frozen = views is None and _may_freeze(partition)
-        return partitioned(assignment, has_frozen).init(_only_floats(params))
+        return partitioned(assignment, shardings, has_frozen).init(_only_floats(params))
 
     def update(updates, state, params=None, **extra_args):
-        assignment = assign(whole_shapes(updates, param_shardings), views, partition)
+        shardings = declared.of(updates if params is None else params)
+        assignment = assign(whole_shapes(updates, shardings.params), views, partition)
         _check_kind(state)
         _check_gradients(updates, params, state)
         _check_labels(assignment, state)
         wanted = None if params is None else _only_floats(params)
-        floats, state = partitioned(assignment, "frozen" in state.inner_states).update(
+        has_frozen = "frozen" in state.inner_states
+        floats, state = partitioned(assignment, shardings, has_frozen).update(
             _only_floats(updates), state, wanted, **extra_args
         )
         return _with_others(floats, updates, params), state
