@@ -23,9 +23,9 @@ from running import first_update
 
 import muon_optax
 from muon_optax import MatrixView, interop, muon, plan, recipes, report
-from muon_optax.plans import quantity
 from muon_optax.polar import SCHEDULES
 from muon_optax.scaling import Scale
+from muon_optax.tables import quantity
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

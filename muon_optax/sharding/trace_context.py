@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-__all__ = ["as_varying", "mapped_axes", "varying_axes"]
+__all__ = ["as_varying", "mapped_axes", "unreduced_axes", "varying_axes"]
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -18,6 +18,11 @@ def as_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """`x` with the type of what differs between the devices along mesh axes."""
     missing = tuple(set(axes) - varying_axes(x))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def unreduced_axes(x: Any) -> frozenset[str]:
+    """Manual mesh axes over whose devices an array's summands are spread."""
+    return jax.typeof(x).manual_axis_type.unreduced
 
 
 def mapped_axes(mesh: Mesh | AbstractMesh) -> frozenset[str]:

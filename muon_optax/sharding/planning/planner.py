@@ -25,7 +25,7 @@ from muon_optax.sharding.runtime.orthogonalizer import group_size
 from muon_optax.sharding.strategies import STRATEGIES, Strategy
 from muon_optax.tree_paths import raise_together
 
-__all__ = ["plan_leaves"]
+__all__ = ["least_workspace", "plan_leaves"]
 
 # The default of `max_workspace_bytes`, at least; `_Chooser._chunk` says what six matrices hold.
 _LEAST_WORKSPACE = 2**28
@@ -81,6 +81,12 @@ def plan_leaves(
     plans = planned(dict.fromkeys(floors, 0.0)), planned(floors)
     best = min(plans, key=lambda buckets: sum(s.cost.seconds for b in buckets for s in b.slices))
     return tuple(_without_lone_skip(best, device))
+
+
+def least_workspace(strategy: Strategy, leaf: BoundLeaf) -> int:
+    """Bytes of workspace on a device while it handles one matrix of a leaf at a time."""
+    matrix = leaf.view.fan_in * leaf.view.fan_out * jnp.dtype(leaf.dtype).itemsize
+    return (strategy.copies_held + 2) * matrix
 
 
 def _workload(leaf: BoundLeaf, newton_schulz: NewtonSchulz | None) -> Workload:

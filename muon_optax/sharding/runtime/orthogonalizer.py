@@ -20,7 +20,13 @@ from muon_optax.polar import (
     resolve_schedule,
 )
 
-__all__ = ["OrthogonalizeFunction", "Orthogonalizer", "group_size", "make_orthogonalizer"]
+__all__ = [
+    "OrthogonalizeFunction",
+    "Orthogonalizer",
+    "group_size",
+    "loop_turns",
+    "make_orthogonalizer",
+]
 
 OrthogonalizeFunction = Callable[[jax.Array], jax.Array]
 
@@ -143,6 +149,16 @@ def group_size(count: int, elements: int) -> int:
     least = max(_GROUP_LEAVES, 2 * batch)
     sizes = (n for n in range(least, count) if count % n == 0 and n % batch == 0)
     return next(sizes, count)
+
+
+def loop_turns(count: int, elements: int) -> int:
+    """In how many turns of a loop `count` stacked matrices are orthogonalised.
+
+    Example:
+      >>> loop_turns(16, 64 * 256), loop_turns(16, 128 * 1024)
+      (1, 8)
+    """
+    return count // _batch_size(count, elements) if count else 0
 
 
 def _batch_size(count: int, elements: int) -> int:
