@@ -464,3 +464,38 @@ def test_an_entry_of_a_leafs_own_that_can_not_cut_it_is_an_error_that_names_it()
     message = r"bias: P\('f',\) can't cut shape \(4,\)(?s:.*)  odd: (?s:.*)  step_size: "
     with pytest.raises(ValueError, match=message):
         state_shardings(optax.adam(0.1), params, rows)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda init: init], ids=["jit", "eager"])
+def test_a_state_made_under_vmap_goes_on_under_vmap(jit):
+    """JAX maps over arrays that are all sharded over the members: counts too."""
+    mesh = make_mesh({"members": 2, "f": 4})
+    leaf = Leaf((4, 16, 32), P("members", "f"), STACK)
+    where = NamedSharding(mesh, leaf.spec)
+    bias = jax.device_put(np.ones((4, 8), np.float32), NamedSharding(mesh, P("members")))
+    grads = [leaf.gradient(seed) for seed in (0, 10)]
+    params = {"w": jax.device_put(grads[0].astype("float32"), where), "b": bias}
+    tx: Any = muon(lambda count: 0.1 / (1 + count), FAST)
+    state = jit(jax.vmap(tx.init))(params)
+    counts = [x for x in jax.tree.leaves(state) if x.dtype == jnp.int32]
+    assert len(counts) == 4
+    for count in counts:
+        sharded.assert_lies(count, NamedSharding(mesh, P("members")))
+        np.testing.assert_array_equal(count, 0)
+    step, updates = sharded.jit(jax.vmap(tx.update)), []
+    for grad in grads:
+        new, state = step({**params, "w": jax.device_put(grad, where)}, state, params)
+        updates.append(new["w"])
+    for i in range(4):
+        mine = [grad[i] for grad in grads]
+        mixes = reference.mixes(mine)
+        for t, update in enumerate(updates):
+            want = -0.1 / (1 + t) * 2**0.5 * reference.newton_schulz(mixes[t], FAST)
+            assert reference.relative_error(np.asarray(update)[i], want) <= 1e-5
+
+
+def test_a_nan_among_the_parameters_does_not_get_into_counts_under_vmap():
+    mesh = make_mesh({"members": 8})
+    params = jax.device_put(np.full((8, 4, 4), np.nan), NamedSharding(mesh, P("members")))
+    state: Any = jax.vmap(scale_by_momentum().init)(params)
+    np.testing.assert_array_equal(state.count, 0)

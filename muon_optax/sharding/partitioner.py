@@ -67,18 +67,21 @@ def _one_matrix(leaf: BoundLeaf, newton_schulz: NewtonSchulz) -> tuple[int, int]
     for number, rows, columns in view.matrices:
         m, n = sorted((rows, columns))
         number //= view.batch
-        passes, small = _matmuls(newton_schulz, m, n, leaf.dtype)
-        gathered = (2 * passes * m * n // long + small * m * m) * (short - 1) // short
-        reduced = 2 * passes * m * m * (long - 1) // (short * long)
-        received += number * (gathered + reduced) * jnp.dtype(leaf.dtype).itemsize
+        passes, small, small_itemsize = _matmuls(newton_schulz, m, n, leaf.dtype)
+        itemsize = jnp.dtype(leaf.dtype).itemsize
+        gathered = 2 * passes * m * n * itemsize // long + small * m * m * small_itemsize
+        reduced = 2 * passes * m * m * small_itemsize * (long - 1) // (short * long)
+        received += number * (gathered * (short - 1) // short + reduced)
         of_matrix = 4 * passes * m * m * n
         of_small = newton_schulz.flops(m, n, leaf.dtype) - of_matrix
         flops += number * (of_matrix // (short * long) + of_small // short)
     return received, flops
 
 
-def _matmuls(newton_schulz: NewtonSchulz, m: int, n: int, dtype: str) -> tuple[int, int]:
-    """Passes over the matrix, and small matmuls whose operands the partitioner all-gathers."""
+def _matmuls(newton_schulz: NewtonSchulz, m: int, n: int, dtype: str) -> tuple[int, int, int]:
+    """Passes over the matrix, small matmuls with gathered operands, and bytes of their elements."""
     steps, passes = len(newton_schulz.schedule.rows), newton_schulz.schedule.passes
-    is_gram = newton_schulz.chosen_method(m, n, dtype) == "gram"
-    return (passes, 4 * (steps - passes)) if is_gram else (steps, steps)
+    itemsize = jnp.dtype(dtype).itemsize
+    if newton_schulz.chosen_method(m, n, dtype) == "gram":
+        return passes, 4 * (steps - passes), max(4, itemsize)  # float32, in half precision too
+    return steps, steps, itemsize

@@ -250,6 +250,9 @@ def in_its_place(
 
     def init(params):
         state, home = inner.init(summed(params)), _replicated_home(params)
+        zero = _mapped_zero(params)
+        if zero is not None:
+            return jax.tree.map(lambda x: x if x.ndim else x + zero.astype(x.dtype), state)
         if any(map(is_abstract, jax.tree.leaves(params))):
             return jax.tree.map(lambda x: _abstract(x, home), state)
         return jax.tree.map(lambda x: x if home is None else _scalar_at(home, x), state)
@@ -264,6 +267,20 @@ def in_its_place(
         return new, to_memory_of(state, new_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _mapped_zero(params: Any) -> jax.Array | None:
+    """A zero that is mapped as the parameters are by a `vmap` over Explicit mesh axes, if any is.
+
+    Constants come out of such a `vmap` replicated, and another one refuses them beside moments that
+    are sharded over the members. So a count has to depend on a parameter: on none of its elements,
+    since those may be NaN.
+    """
+    arrays = (x for x in jax.tree.leaves(params) if isinstance(x, jax.Array) and x.ndim)
+    x = next(arrays, None)
+    if x is None or not mapped_axes(jax.typeof(x).sharding.mesh):
+        return None
+    return jnp.sum(jax.lax.slice_in_dim(x, 0, 0))
 
 
 def _replicated_home(params: Any) -> Sharding | None:
