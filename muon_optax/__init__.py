@@ -19,13 +19,11 @@ from muon_optax.rules import Rule, default_rules
 from muon_optax.sharding.planning.device_models import DeviceModel
 from muon_optax.sharding.state import state_shardings
 from muon_optax.statistics import UpdateStats, update_stats
-from muon_optax.transform import (
-    MuonState,
-    orthogonalize,
-    scale_by_momentum,
-    scale_by_muon,
-    scale_by_shape,
-)
+from muon_optax.transforms.direction import scale_by_muon
+from muon_optax.transforms.momentum import scale_by_momentum
+from muon_optax.transforms.momentum_state import MuonState
+from muon_optax.transforms.orthogonalize import orthogonalize
+from muon_optax.transforms.shape_scale import scale_by_shape
 
 if TYPE_CHECKING:
     from muon_optax import interop as interop

@@ -9,24 +9,27 @@ import jax.numpy as jnp
 import optax
 
 from muon_optax.checks import check_choice, check_decay, check_flag, check_mask, check_number
+from muon_optax.config import MuonConfig
 from muon_optax.dispatch import dispatch
-from muon_optax.momentum import MomentumForm
 from muon_optax.partition import Partition, Views
 from muon_optax.polar import Coefficients, Method, PrecisionName, Preconditioning
-from muon_optax.scaling import Scale
-from muon_optax.sharding.distribute import StrategyRules
-from muon_optax.sharding.options import ShardingOptions, Shardings
+from muon_optax.sharding.execution import ExecutionOptions, StrategyRules
+from muon_optax.sharding.options import ShardingOptions
 from muon_optax.sharding.placement import in_its_place
 from muon_optax.sharding.planning.device_models import DeviceModel
-from muon_optax.sharding.runtime.orthogonalizer import OrthogonalizeFunction
-from muon_optax.transform import scale_by_muon, scale_by_shape
-from muon_optax.wrappers import (
-    chain_in_order,
-    decayed_weights,
-    in_float32,
-    in_parameter_layout,
-    widened,
+from muon_optax.sharding.runtime.orthogonalizer import OrthogonalizeFunction, make_orthogonalizer
+from muon_optax.transforms.direction import Direction
+from muon_optax.transforms.momentum import Momentum, MomentumForm
+from muon_optax.transforms.shape_scale import Scale, resolve_scaling, shape_scale_stage
+from muon_optax.transforms.stage import (
+    Stage,
+    as_stage,
+    bound_transformation,
+    in_order,
+    stage_in_float32,
 )
+from muon_optax.transforms.weight_decay import decayed_weights
+from muon_optax.transforms.wrappers import in_float32, in_parameter_layout, widened
 
 __all__ = ["WeightDecayKind", "muon"]
 
@@ -68,6 +71,8 @@ def muon(
     partition: Partition = None,
     param_shardings: Any = None,
     mu_shardings: Any = None,
+    after_orthogonalization: optax.GradientTransformation | None = None,
+    last: optax.GradientTransformation | None = None,
     strategy: StrategyRules = "auto",
     max_workspace_bytes: int | None = None,
     device: str | DeviceModel = "auto",
@@ -127,6 +132,10 @@ def muon(
         meshes and inside a shard_map; on Explicit meshes it is in the arrays' types.
       mu_shardings: how Muon's momentum is sharded, if not like the parameter: as in ZeRO-1, or in
         host memory, with `memory_kind='pinned_host'`. A tree or a function, as above.
+      after_orthogonalization: a transformation of Muon's orthogonalised matrices, before they are
+        scaled by shape: a piece of this package, which then needs no arguments of its own for views
+        and shardings, or any of optax.
+      last: a transformation of Muon's updates, after all else.
       strategy: how sharded matrices are brought together: 'auto', 'gather', 'all_to_all', 'gram'
         or 'local', or (pattern, strategy) pairs with patterns as in `Rule`.
       max_workspace_bytes: bound of one exchange's workspace on a device; None is the larger of
@@ -172,46 +181,38 @@ def muon(
     check_mask("adam_weight_decay_mask", adam_weight_decay_mask)
     check_choice("weight_decay_kind", weight_decay_kind, get_args(WeightDecayKind))
 
-    def muon_half(views: Views, shardings: Shardings) -> optax.GradientTransformation:
-        direction = scale_by_muon(
-            ns_coeffs,
-            ns_steps,
-            beta,
-            mu_dtype=mu_dtype,
-            nesterov=nesterov,
-            adaptive=adaptive,
-            preconditioning=preconditioning,
-            weight_dimension_numbers=views,
-            bias_correction=bias_correction,
-            momentum=momentum,
-            ns_method=ns_method,
-            ns_dtype=ns_dtype,
-            ns_precision=ns_precision,
-            orthogonalizer=orthogonalizer,
-            param_shardings=shardings.params,
-            mu_shardings=shardings.momentum,
-            strategy=strategy,
-            max_workspace_bytes=max_workspace_bytes,
-            device=device,
+    config = MuonConfig(
+        Direction(
+            Momentum(beta, mu_dtype, nesterov, bias_correction, momentum),
+            make_orthogonalizer(
+                ns_coeffs,
+                ns_steps,
+                preconditioning=preconditioning,
+                method=ns_method,
+                precision=ns_precision,
+                orthogonalizer=orthogonalizer,
+                adaptive=adaptive,
+            ),
+            ExecutionOptions(strategy, max_workspace_bytes, device),
+            ns_dtype,
             update_dtype=jnp.float32,
-        )
-        shape = scale_by_shape(
-            views,
-            consistent_rms,
-            scale=scale,
-            scale_factor=scale_factor,
-            param_shardings=shardings.params,
-        )
-        return _with_decay_and_rate(
-            direction, shape, weight_decay, weight_decay_mask, weight_decay_kind, learning_rate
-        )
-
-    declared = ShardingOptions(param_shardings, mu_shardings)
-    muon_half(None, Shardings())  # checks the options now; leaves are checked at init
-    adam = _adamw(
+        ),
+        resolve_scaling(scale, scale_factor, consistent_rms),
+        ShardingOptions(param_shardings, mu_shardings),
+        muon_weight_dimension_numbers,
+        partition,
+    )
+    of_muon = _muon_step(
+        config,
+        after_orthogonalization,
+        decayed_weights(weight_decay, weight_decay_mask),
+        weight_decay_kind,
+        learning_rate,
+        last,
+    )
+    of_adam = _adamw_step(
         adam_learning_rate,
-        adam_weight_decay,
-        adam_weight_decay_mask,
+        decayed_weights(adam_weight_decay, adam_weight_decay_mask),
         mu_dtype,
         b1=adam_b1,
         b2=adam_b2,
@@ -219,62 +220,95 @@ def muon(
         eps_root=adam_eps_root,
         nesterov=nesterov if adam_nesterov is None else adam_nesterov,
     )
-    whole = dispatch(
-        # Decay in the gradient needs it wide; else the momentum is formed of it as it comes.
-        lambda views, shardings: in_float32(
-            muon_half(views, shardings), takes_half=weight_decay_kind != "l2"
-        ),
-        in_float32(adam),
-        muon_weight_dimension_numbers,
-        partition,
-        declared,
-    )
-    return in_its_place(whole)
+    return in_its_place(dispatch(of_muon, of_adam, config))
 
 
-def _with_decay_and_rate(
-    direction: optax.GradientTransformation,
-    shape: optax.GradientTransformation,
-    weight_decay: ScalarOrSchedule,
-    mask: Any,
+# The order in which updates pass the stages of Muon's step, for each kind of weight decay. A slot
+# that nothing is given for is left out.
+_ORDERS: dict[WeightDecayKind, tuple[str, ...]] = {
+    # w - rate (direction + decay w)
+    "decoupled": (
+        "momentum",
+        "after_orthogonalization",
+        "shape_scale",
+        "weight_decay",
+        "learning_rate",
+        "last",
+    ),
+    # The gradient passes the decay first, and so it enters the momentum.
+    "l2": (
+        "weight_decay",
+        "momentum",
+        "after_orthogonalization",
+        "shape_scale",
+        "learning_rate",
+        "last",
+    ),
+    # w - rate direction - decay w: the sign flips last.
+    "independent": (
+        "momentum",
+        "after_orthogonalization",
+        "shape_scale",
+        "learning_rate",
+        "weight_decay",
+        "sign",
+        "last",
+    ),
+}
+
+
+def _muon_step(
+    config: MuonConfig,
+    after_orthogonalization: optax.GradientTransformation | None,
+    decay: optax.GradientTransformation,
     kind: WeightDecayKind,
     learning_rate: ScalarOrSchedule,
-) -> optax.GradientTransformation:
-    """Chains the pieces, the direction first in every kind: its state has one place."""
-    decay = decayed_weights(weight_decay, mask)
-    rate = optax.scale_by_learning_rate(learning_rate)
-    if kind == "l2":  # the gradient passes the decay first
-        return chain_in_order((direction, shape, decay, rate), (2, 0, 1, 3))
-    if kind == "independent":  # -(rate * direction + decay * weights): the sign comes last
-        step = optax.scale_by_learning_rate(learning_rate, flip_sign=False)
-        return optax.chain(direction, shape, step, decay, optax.scale(-1.0))
-    return optax.chain(direction, shape, decay, rate)
+    last: optax.GradientTransformation | None,
+) -> Stage:
+    """The stages of Muon's leaves, in the order of the kind of weight decay."""
+    flips_sign = kind != "independent"
+    rate = optax.scale_by_learning_rate(learning_rate, flip_sign=flips_sign)
+    stages = {
+        "momentum": config.direction.stage,
+        "shape_scale": shape_scale_stage(config.scaling),
+        "weight_decay": as_stage(decay),
+        "learning_rate": as_stage(rate),
+    }
+    if not flips_sign:
+        stages["sign"] = as_stage(optax.scale(-1.0))
+    if after_orthogonalization is not None:
+        stages["after_orthogonalization"] = as_stage(after_orthogonalization)
+    if last is not None:
+        stages["last"] = as_stage(last)
+    step = in_order(stages, [name for name in _ORDERS[kind] if name in stages])
+    # Decay in the gradient needs it wide; else the momentum is formed of it as it comes.
+    return stage_in_float32(step, takes_half=kind != "l2")
 
 
-def _adamw(
+def _adamw_step(
     learning_rate: ScalarOrSchedule,
-    weight_decay: ScalarOrSchedule,
-    mask: Any,
+    decay: optax.GradientTransformation,
     mu_dtype: Any,
     **options: Any,
 ) -> optax.GradientTransformation:
-    """Optax's AdamW, with moments in the parameters' layout, and complex where those are.
+    """Optax's AdamW, with moments sharded like the parameters, and complex where those are.
 
     It forms them in float32 at least: optax would multiply half-precision ones by decay rates of
     that dtype, and bfloat16 rounds 0.999 to 1.
     """
 
     def chain(dtype: Any) -> optax.GradientTransformation:
-        return optax.chain(
-            optax.scale_by_adam(mu_dtype=dtype, **options),
-            decayed_weights(weight_decay, mask),
-            optax.scale_by_learning_rate(learning_rate),
-        )
+        stages = {
+            "moments": as_stage(optax.scale_by_adam(mu_dtype=dtype, **options)),
+            "weight_decay": as_stage(decay),
+            "learning_rate": as_stage(optax.scale_by_learning_rate(learning_rate)),
+        }
+        return bound_transformation(in_order(stages, tuple(stages)), [])
 
     # Only init knows the dtype, which `in_float32` then keeps: optax would cast a complex moment.
-    init = in_parameter_layout(chain(mu_dtype)).init
+    init, update = in_parameter_layout(chain(mu_dtype)).init, chain(None).update
 
-    def update(updates, state, params=None):
-        return chain(None).update(updates, widened(state), params)
+    def update_wide(updates, state, params=None):
+        return update(updates, widened(state), params)
 
-    return optax.GradientTransformation(init, update)
+    return in_float32(optax.GradientTransformation(init, update_wide))

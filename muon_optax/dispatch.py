@@ -1,29 +1,32 @@
 """Hands each leaf to its optimizer: `optax.partition` over an assignment made from the tree."""
 
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from optax.contrib import MuonState as OptaxMuonState
 
+from muon_optax.config import MuonConfig, note_if_searched
 from muon_optax.leaf_kinds import check_arrays, dtype_of, is_float_leaf, kind_of
-from muon_optax.momentum import MuonState
 from muon_optax.notices import warn_about
 from muon_optax.partition import (
     NOT_FLOAT,
     Assignment,
     Partition,
-    Views,
     as_rules,
     assign,
     check_rules,
     overruled,
 )
-from muon_optax.sharding.options import ShardingOptions, Shardings
+from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.specs import whole_shapes
 from muon_optax.surprises import warn_of_surprises
+from muon_optax.transforms.binding import bound_leaves
+from muon_optax.transforms.momentum_state import MuonState
+from muon_optax.transforms.stage import Stage, bound_transformation
+from muon_optax.transforms.wrappers import passing_over
 from muon_optax.tree_paths import (
     Segments,
     filled,
@@ -36,28 +39,21 @@ from muon_optax.tree_paths import (
     whole_variables,
     without_absent,
 )
-from muon_optax.wrappers import passing_over
 
 __all__ = ["dispatch"]
 
 
 def dispatch(
-    muon_half: Callable[[Views, Shardings], optax.GradientTransformation],
-    adam_half: optax.GradientTransformation,
-    views: Views,
-    partition: Partition,
-    declared: ShardingOptions,
+    muon_step: Stage, adam_step: optax.GradientTransformation, config: MuonConfig
 ) -> optax.GradientTransformationExtraArgs:
     """One transformation out of two, by the label of each leaf.
 
+    This is the door: each leaf is bound once, in `init` and in `update`.
+
     Args:
-      muon_half: the transformation of Muon's leaves, given a function from their tree to their
-        views, and what is declared of all leaves' shardings; a chain, the first of whose states has
-        the momentum, `mu`.
-      adam_half: the transformation of AdamW's leaves, a chain like that too.
-      views: as in `assign`.
-      partition: as in `assign`.
-      declared: how leaves are sharded; inside a shard_map, views and rules see whole leaves.
+      muon_step: the stages of Muon's leaves.
+      adam_step: the transformation of AdamW's leaves.
+      config: who gets which, and how leaves are sharded.
 
     Returns:
       A transformation with optax's `PartitionState`. Leaves that aren't floating point are left as
@@ -66,53 +62,94 @@ def dispatch(
     Raises:
       TypeError: for a partition of the wrong type.
     """
+    views, partition = config.views, config.partition
     _check_partition(partition)
+    adam_step = passing_over(adam_step)
 
     def partitioned(
-        tree: Any, assignment: Assignment, shardings: Shardings, has_frozen: bool
+        tree: Any, bound: _Bound, has_frozen: bool
     ) -> optax.GradientTransformationExtraArgs:
         transforms: dict[Hashable, optax.GradientTransformation] = {
-            "muon": muon_half(assignment.views_of, shardings),
-            "adam": passing_over(adam_half),
+            "muon": bound_transformation(muon_step, bound.leaves),
+            "adam": adam_step,
         }
         if has_frozen:
             transforms["frozen"] = optax.set_to_zero()
-        labels = whole_variables(assignment.labels_of(tree))
+        labels = whole_variables(bound.assignment.labels_of(tree))
         return optax.partition(transforms, lambda _: labels)
 
     def init(params):
-        shardings = declared.of(params)
-        whole = whole_shapes(params, shardings.params)
-        assignment = assign(whole, views, partition)
+        if note_if_searched(config, params):
+            return optax.EmptyState()
+        bound = _bind(config, params, params, None)
         check_rules(partition, params)
-        warn_of_surprises(params, assignment)
+        warn_of_surprises(params, bound.assignment)
         if views is not None:
             warn_about(
                 "matrix views beat partition, which says otherwise of these leaves; say it in "
                 "muon_weight_dimension_numbers alone (None is AdamW, nothing is frozen)",
-                overruled(whole, partition, assignment),
+                overruled(bound.whole, partition, bound.assignment),
             )
         has_frozen = views is None and _may_freeze(partition)
-        return partitioned(params, assignment, shardings, has_frozen).init(_only_floats(params))
+        return partitioned(params, bound, has_frozen).init(_only_floats(params))
 
     def update(updates, state, params=None, **extra_args):
-        shardings = declared.of(updates if params is None else params)
         _check_kind(state)
         # Rules look at the whole tree, and must see what they saw at init.
         all_leaves = filled(updates, _momenta(state))
-        assignment = assign(whole_shapes(all_leaves, shardings.params), views, partition)
-        _check_gradients(updates, params, state)
-        _check_labels(assignment, state)
         if params is not None:
             params = without_absent(params, updates)
+        _check_gradients(updates, params, state)
+        bound = _bind(config, all_leaves, updates, params)
+        _check_labels(bound.assignment, state)
         wanted = None if params is None else _only_floats(params)
         has_frozen = "frozen" in state.inner_states
-        floats, state = partitioned(updates, assignment, shardings, has_frozen).update(
+        floats, state = partitioned(updates, bound, has_frozen).update(
             _only_floats(updates), state, wanted, **extra_args
         )
         return _with_others(floats, updates, params), state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+class _Bound(NamedTuple):
+    """What the door knows of a tree.
+
+    Attributes:
+      assignment: who gets each leaf.
+      leaves: the records of Muon's leaves that have a gradient, in flattening order.
+      whole: the tree, with the shapes of whole leaves.
+    """
+
+    assignment: Assignment
+    leaves: list[BoundLeaf]
+    whole: Any
+
+
+def _bind(config: MuonConfig, tree: Any, updates: Any, params: Any) -> _Bound:
+    """Assigns all leaves of a tree, and binds those of Muon's that are updated.
+
+    Args:
+      config: the configuration.
+      tree: all leaves, as they were at `init`.
+      updates: those that are updated, whose order the records have.
+      params: how they are sharded; None is as the updates.
+
+    Returns:
+      What is known.
+    """
+    like = updates if params is None else params
+    shardings = config.declared.of(like)
+    whole = whole_shapes(tree, shardings.params)
+    assignment = assign(whole, config.views, config.partition)
+    views = {d.segments: d.view for d in assignment.decisions if d.view is not None}
+    ours = masked_unless(lambda path, _: path in views, updates)
+    paths = [path for path, _ in leaves_with_segments(ours)]
+    if params is not None:  # which may have other containers, as NNX's have
+        by_path = dict(leaves_with_segments(params))
+        leaves = [by_path.get(path, x) for path, x in leaves_with_segments(ours)]
+        ours = jax.tree.structure(ours).unflatten(leaves)
+    return _Bound(assignment, bound_leaves(ours, [views[path] for path in paths], shardings), whole)
 
 
 def _may_freeze(partition: Partition) -> bool:
@@ -168,7 +205,7 @@ def _with_others(floats: Any, updates: Any, params: Any) -> Any:
 def _check_kind(state: Any) -> None:
     """Raises for the state of another transformation."""
     halves = getattr(state, "inner_states", {})
-    firsts = [_first(halves.get(label)) for label in ("muon", "adam")]
+    firsts = [_moments_of(halves.get(label)) for label in ("muon", "adam")]
     if isinstance(firsts[0], OptaxMuonState):
         raise TypeError(
             "got a state of optax.contrib.muon; convert it: "
@@ -181,9 +218,11 @@ def _check_kind(state: Any) -> None:
         )
 
 
-def _first(masked: Any) -> Any:
-    """The first state of a chain under a mask."""
-    return next(iter(getattr(masked, "inner_state", None) or ()), None)
+def _moments_of(masked: Any) -> Any:
+    """The state of the moments, among those of the stages under a mask."""
+    kinds = (MuonState, optax.ScaleByAdamState, OptaxMuonState)
+    states = jax.tree.leaves(masked, is_leaf=lambda x: isinstance(x, kinds))
+    return next((x for x in states if isinstance(x, kinds)), None)
 
 
 def _kind(state: Any) -> str:
@@ -200,7 +239,7 @@ def _kind(state: Any) -> str:
 
 def _moments(state: Any) -> dict[str, dict[Segments, Any]]:
     """The momenta by label and path."""
-    firsts = {label: state.inner_states[label].inner_state[0] for label in ("muon", "adam")}
+    firsts = {label: _moments_of(state.inner_states[label]) for label in ("muon", "adam")}
     return {label: dict(leaves_with_segments(first.mu)) for label, first in firsts.items()}
 
 

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muon_optax.momentum import Momentum
-from muon_optax.partition import Assignment, Partition, Views, assign, check_rules
+from muon_optax.config import MuonConfig
+from muon_optax.partition import Assignment, assign, check_rules
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.declared import Axes, bare_spec, declared_specs, mesh_of
-from muon_optax.sharding.distribute import Distribution, Prepared
-from muon_optax.sharding.options import ShardingOptions, Shardings
+from muon_optax.sharding.execution import Prepared
+from muon_optax.sharding.options import Shardings
 from muon_optax.sharding.partitioner import partitioner_cost
 from muon_optax.sharding.placement import check_fits, check_stays, place, to_device
 from muon_optax.sharding.planning.buckets import WorkSlice
@@ -20,12 +20,13 @@ from muon_optax.sharding.planning.costs import Cost
 from muon_optax.sharding.planning.device_models import DeviceModel
 from muon_optax.sharding.reductions import reduced_axes, summed
 from muon_optax.sharding.resharding import moved_axes, resharding_bytes, summing_bytes
-from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer, loop_turns
+from muon_optax.sharding.runtime.orthogonalizer import loop_turns
 from muon_optax.sharding.specs import Layout, read_layout
 from muon_optax.tables import quantity
+from muon_optax.transforms.binding import bound_leaves
 from muon_optax.tree_paths import leaves_with_segments, path_name, raise_together
 
-__all__ = ["PlanRow", "UpdateOptions", "plan_rows"]
+__all__ = ["PlanRow", "plan_rows"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,34 +65,11 @@ class PlanRow:
     reason: str
 
 
-@dataclasses.dataclass(frozen=True)
-class UpdateOptions:
-    """What of `muon`'s options decides how an update is computed on a mesh.
-
-    Attributes:
-      orthogonalizer: what is done with each matrix.
-      momentum: whose dtype matrices have.
-      ns_dtype: dtype to orthogonalise in, None for the momentum's.
-      distribution: strategies, workspace and device.
-      declared: shardings of parameters and momentum.
-      views: which axes make matrices.
-      partition: who gets Muon.
-    """
-
-    orthogonalizer: Orthogonalizer
-    momentum: Momentum
-    ns_dtype: Any
-    distribution: Distribution
-    declared: ShardingOptions
-    views: Views
-    partition: Partition
-
-
-def plan_rows(options: UpdateOptions, params: Any) -> tuple[DeviceModel, tuple[PlanRow, ...]]:
+def plan_rows(config: MuonConfig, params: Any) -> tuple[DeviceModel, tuple[PlanRow, ...]]:
     """What a traced update of these parameters does.
 
     Args:
-      options: those of the optimizer.
+      config: what the optimizer was told.
       params: arrays or shape structs; gradients are taken to be sharded like them.
 
     Returns:
@@ -100,23 +78,22 @@ def plan_rows(options: UpdateOptions, params: Any) -> tuple[DeviceModel, tuple[P
     Raises:
       ValueError, TypeError: as `init` and `update` do.
     """
-    assignment = assign(params, options.views, options.partition)
-    check_rules(options.partition, params)
+    assignment = assign(params, config.views, config.partition)
+    check_rules(config.partition, params)
     ours, _ = assignment.muon_part(params)
-    options.distribution.check_patterns(ours)
-    prepared = _traced(options, params, assignment)
+    prepared = _traced(config, params, assignment)
     arrays, leaves = jax.tree.leaves(ours), prepared.leaves
     hidden = _hidden(arrays, leaves)
     notes = _notes(arrays, prepared)
     seen = [leaf for i, leaf in enumerate(leaves) if i not in hidden]
-    model, planned = _planned_rows(options, seen, notes)
+    model, planned = _planned_rows(config, seen, notes)
     rows = [row for row, _ in planned]
-    rows += _partitioner_rows(options, leaves, hidden, model)
+    rows += _partitioner_rows(config, leaves, hidden, model)
     rows += [_move_row(move, moved, model) for move, moved in _moves(arrays, prepared).items()]
     return model, tuple(rows)
 
 
-def _traced(options: UpdateOptions, params: Any, assignment: Assignment) -> Prepared:
+def _traced(config: MuonConfig, params: Any, assignment: Assignment) -> Prepared:
     """What an update prepares, from tracers: concrete arrays show more than it can see."""
     treedef = jax.tree.structure(params)
     found: list[Prepared] = []
@@ -124,7 +101,7 @@ def _traced(options: UpdateOptions, params: Any, assignment: Assignment) -> Prep
 
     def trace(arrays):
         try:
-            found.append(_prepared(options, treedef.unflatten(arrays), assignment))
+            found.append(_prepared(config, treedef.unflatten(arrays), assignment))
         except (TypeError, ValueError) as error:  # JAX would add its frames to the message
             errors.append(error)
         return ()
@@ -135,15 +112,19 @@ def _traced(options: UpdateOptions, params: Any, assignment: Assignment) -> Prep
     return found[0]
 
 
-def _prepared(options: UpdateOptions, params: Any, assignment: Assignment) -> Prepared:
+def _prepared(config: MuonConfig, params: Any, assignment: Assignment) -> Prepared:
     """What an update of traced parameters prepares; gradients are like these."""
-    where = options.declared.of(params)
+    where = config.declared.of(params)
     ours, views = assignment.muon_part(to_device(summed(params)))
     _check_meshes(ours, where)
-    check_stays(ours, where.params, where.momentum)
-    check_fits(ours, where.momentum)
-    mu = place(jax.tree.map(options.momentum.init, ours), where.momentum)
-    return options.distribution.prepare(ours, mu, ours, views, options.ns_dtype, where)
+    leaves = bound_leaves(ours, views, where)
+    direction = config.direction
+    direction.execution.check_patterns(leaves)
+    check_stays(ours, leaves)
+    check_fits(ours, leaves)
+    zeros = jax.tree.map(direction.momentum.init, ours)
+    mu = place(zeros, [leaf.mu_sharding for leaf in leaves])
+    return direction.execution.prepare(ours, mu, ours, leaves, direction.ns_dtype)
 
 
 def _check_meshes(tree: Any, where: Shardings) -> None:
@@ -194,16 +175,16 @@ def _unseen_axes(actual: Layout, seen: Layout) -> Axes:
 
 
 def _planned_rows(
-    options: UpdateOptions, leaves: Sequence[BoundLeaf], notes: Mapping[str, str]
+    config: MuonConfig, leaves: Sequence[BoundLeaf], notes: Mapping[str, str]
 ) -> tuple[DeviceModel, list[tuple[PlanRow, BoundLeaf]]]:
     """The device model, and the rows of leaves, with the leaf that stands for each row's."""
-    model, buckets = options.distribution.plan(leaves, options.orthogonalizer)
+    model, buckets = config.direction.execution.plan(leaves, config.direction.orthogonalizer)
     rows = []
     for bucket in buckets:
         members = [leaves[i] for i in bucket.members]
         for work_slice in bucket.slices:
             said = {notes[leaf.path]: None for leaf in members if leaf.path in notes}
-            least = options.distribution.exceeded_by(work_slice, bucket.leaf)
+            least = config.direction.execution.exceeded_by(work_slice, bucket.leaf)
             if least is not None:
                 said[f"more than max_workspace_bytes: {least:,} B for one at a time"] = None
             reason = "; ".join([work_slice.reason, *said])
@@ -241,15 +222,15 @@ def _spec_text(layout: Layout, dims: Sequence[int] | None = None) -> str:
 
 
 def _partitioner_rows(
-    options: UpdateOptions,
+    config: MuonConfig,
     leaves: Sequence[BoundLeaf],
     hidden: dict[int, Layout],
     model: DeviceModel,
 ) -> Iterator[PlanRow]:
     """Rows of leaves whose sharding the trace can't see, and what declaring it would make them."""
     declared = [dataclasses.replace(leaves[i], layout=layout) for i, layout in hidden.items()]
-    iteration = options.orthogonalizer.newton_schulz
-    for row, leaf in _planned_rows(options, declared, {})[1]:
+    iteration = config.direction.orthogonalizer.newton_schulz
+    for row, leaf in _planned_rows(config, declared, {})[1]:
         turns = loop_turns(leaf.view.batch, leaf.view.fan_in * leaf.view.fan_out)
         cost = partitioner_cost(leaf, row.count, turns, iteration, model)
         yield dataclasses.replace(

@@ -3,15 +3,10 @@
 import dataclasses
 from typing import Any
 
-from muon_optax.checks import check_float_dtype
-from muon_optax.momentum import Momentum
-from muon_optax.partition import Partition, Views
-from muon_optax.plan_rows import PlanRow, UpdateOptions, plan_rows
-from muon_optax.polar import Coefficients, Method, Preconditioning
-from muon_optax.sharding.distribute import Distribution, StrategyRules
-from muon_optax.sharding.options import ShardingOptions
-from muon_optax.sharding.planning.device_models import DeviceModel
-from muon_optax.sharding.runtime.orthogonalizer import OrthogonalizeFunction, make_orthogonalizer
+import optax
+
+from muon_optax.config import find_configs
+from muon_optax.plan_rows import PlanRow, plan_rows
 from muon_optax.tables import format_table, quantity, rich_table
 
 __all__ = ["Plan", "PlanRow", "plan"]
@@ -26,7 +21,8 @@ class Plan:
       device: name of the device model.
 
     Example:
-      >>> found = plan({"w": jax.ShapeDtypeStruct((64, 256), "float32")}, device="h100")
+      >>> from muon_optax import muon
+      >>> found = plan(muon(0.02, device="h100"), {"w": jax.ShapeDtypeStruct((64, 256), "float32")})
       >>> [(row.leaves, row.strategy, row.reason) for row in found.rows]
       [(('w',), 'local', 'matrices are whole here')]
       >>> found.bytes, found.flops == found.to_dict()["totals"]["flops"]
@@ -90,75 +86,32 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
     )
 
 
-def plan(
-    params: Any,
-    param_shardings: Any = None,
-    *,
-    ns_coeffs: Coefficients = "jordan",
-    ns_steps: int | None = None,
-    mu_dtype: Any = None,
-    preconditioning: Preconditioning | None = None,
-    muon_weight_dimension_numbers: Views = None,
-    ns_method: Method = "auto",
-    ns_dtype: Any = None,
-    orthogonalizer: OrthogonalizeFunction | None = None,
-    partition: Partition = None,
-    mu_shardings: Any = None,
-    strategy: StrategyRules = "auto",
-    max_workspace_bytes: int | None = None,
-    device: str | DeviceModel = "auto",
-) -> Plan:
-    """What `muon` with these arguments will do on each device, before any training.
+def plan(tx: optax.GradientTransformation, params: Any) -> Plan:
+    """What an update does on each device, before any training.
 
     That of a jitted update, to whose tracers concrete arrays on Auto mesh axes don't show how they
     are sharded. Gradients are taken to be sharded like the parameters.
 
     Args:
+      tx: `muon`, or any optax transformation around it.
       params: the parameters, as arrays or shape structs.
-      param_shardings: as given to `muon`.
-      ns_coeffs: as given to `muon`.
-      ns_steps: as given to `muon`.
-      mu_dtype: as given to `muon`.
-      preconditioning: as given to `muon`.
-      muon_weight_dimension_numbers: as given to `muon`.
-      ns_method: as given to `muon`.
-      ns_dtype: as given to `muon`.
-      orthogonalizer: as given to `muon`.
-      partition: as given to `muon`.
-      mu_shardings: as given to `muon`.
-      strategy: as given to `muon`.
-      max_workspace_bytes: as given to `muon`.
-      device: as given to `muon`.
 
     Returns:
-      The plan, a hashable value.
+      The plan, a hashable value. Where `tx` holds several `muon`, it has the rows of all.
 
     Raises:
-      ValueError, TypeError: as `muon(...).init(params)` and its update do.
+      ValueError, TypeError: as `tx.init(params)` and an update do, and where `tx` holds no `muon`.
 
     Example:
+      >>> from muon_optax import muon
       >>> mesh = jax.sharding.AbstractMesh((8,), ("fsdp",))
       >>> rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
       >>> shape = jax.ShapeDtypeStruct((4096, 14336), "bfloat16")
-      >>> chosen = plan({f"mlp_{i}": shape for i in range(8)}, rows, device="h100")
+      >>> tx = muon(0.02, param_shardings=rows, device="h100")
+      >>> chosen = plan(tx, {f"mlp_{i}": shape for i in range(8)})
       >>> chosen.rows[0].strategy, chosen.bytes == 2 * 4096 * 14336 * 2 * 7 // 8
       ('all_to_all', True)
     """
-    check_float_dtype("ns_dtype", ns_dtype)
-    options = UpdateOptions(
-        make_orthogonalizer(
-            ns_coeffs,
-            ns_steps,
-            preconditioning=preconditioning,
-            method=ns_method,
-            orthogonalizer=orthogonalizer,
-        ),
-        Momentum(0.0, mu_dtype, nesterov=False, bias_correction=False, form="ema"),
-        ns_dtype,
-        Distribution(strategy, max_workspace_bytes, device),
-        ShardingOptions(param_shardings, mu_shardings),
-        muon_weight_dimension_numbers,
-        partition,
-    )
-    model, rows = plan_rows(options, params)
-    return Plan(rows, model.name)
+    planned = [plan_rows(found.config, found.params) for found in find_configs(tx, params)]
+    names = dict.fromkeys(model.name for model, _ in planned)
+    return Plan(tuple(row for _, rows in planned for row in rows), ", ".join(names))

@@ -6,10 +6,13 @@ import re
 from typing import Any
 
 import numpy as np
+import optax
+from jax.core import Tracer
 
-from muon_optax.partition import Decision, Partition, Views, assign, check_rules
-from muon_optax.scaling import Scale, Scaling, resolve_scaling
+from muon_optax.config import find_configs
+from muon_optax.partition import Decision, assign, check_rules
 from muon_optax.tables import format_table, rich_table
+from muon_optax.transforms.shape_scale import Scaling
 
 __all__ = ["ParameterReport", "ParameterRow", "report"]
 
@@ -54,12 +57,13 @@ class ParameterReport:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> found = report({"mlp": {"kernel": jnp.ones((4, 16)), "bias": jnp.zeros(16)}})
+      >>> from muon_optax import muon
+      >>> found = report(muon(0.02), {"mlp": {"kernel": jnp.ones((4, 16)), "bias": jnp.zeros(16)}})
       >>> [(row.path, row.optimizer) for row in found.rows]
       [('mlp/bias', 'adam'), ('mlp/kernel', 'muon')]
       >>> found.totals
       {'adam': (1, 16), 'muon': (1, 64)}
-      >>> print(report({"layers": [{"kernel": jnp.ones((4, 16))}] * 3}))
+      >>> print(report(muon(0.02), {"layers": [{"kernel": jnp.ones((4, 16))}] * 3}))
       path                 shape   matrices     optimizer  scale  reason
       layers/*/kernel x 3  4 x 16  1 of 4 x 16  muon       2      weight matrix
       muon: 3 leaves, 192 elements
@@ -114,47 +118,41 @@ def _cells(name: str, row: ParameterRow) -> tuple[str, ...]:
     return name, shape, matrices, row.optimizer, scales, row.reason
 
 
-def report(
-    params: Any,
-    *,
-    muon_weight_dimension_numbers: Views = None,
-    partition: Partition = None,
-    scale: Scale | None = None,
-    scale_factor: float = 1.0,
-    consistent_rms: float | None = None,
-) -> ParameterReport:
+def report(tx: optax.GradientTransformation, params: Any) -> ParameterReport:
     """Says for each leaf which optimizer it gets and why, before any training.
 
     Args:
+      tx: `muon`, or any optax transformation around it.
       params: the parameters, as arrays or shape structs.
-      muon_weight_dimension_numbers: as given to `muon`.
-      partition: as given to `muon`.
-      scale: as given to `muon`.
-      scale_factor: as given to `muon`.
-      consistent_rms: as given to `muon`.
 
     Returns:
-      The report.
+      The report. Leaves that reach no `muon` in `tx` aren't in it.
 
     Raises:
-      ValueError: as `muon(...).init(params)` does.
+      ValueError: as `tx.init(params)` does, and where `tx` holds no `muon`.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> print(report({"mlp": {"kernel": jnp.ones((4, 16)), "bias": jnp.zeros(16)}}))
+      >>> from muon_optax import muon
+      >>> params = {"mlp": {"kernel": jnp.ones((4, 16)), "bias": jnp.zeros(16)}}
+      >>> print(report(muon(0.02), params))
       path        shape   matrices     optimizer  scale  reason
       mlp/bias    16                   adam              fewer than two dims
       mlp/kernel  4 x 16  1 of 4 x 16  muon       2      weight matrix
       adam: 1 leaf, 16 elements; muon: 1 leaf, 64 elements
     """
-    assignment = assign(params, muon_weight_dimension_numbers, partition)
-    check_rules(partition, params)
-    scaling = resolve_scaling(scale, scale_factor, consistent_rms)
-    return ParameterReport(tuple(_row(d, scaling) for d in assignment.decisions))
+    rows: list[ParameterRow] = []
+    for config, ours in find_configs(tx, params):
+        assignment = assign(ours, config.views, config.partition)
+        check_rules(config.partition, ours)
+        rows += [_row(d, config.scaling) for d in assignment.decisions]
+    return ParameterReport(tuple(rows))
 
 
 def _row(d: Decision, scaling: Scaling) -> ParameterRow:
     matrices = () if d.view is None else d.view.matrices
-    factor = float(np.asarray(scaling.multiplier))
+    # Under optax.inject_hyperparams the multiplier is known in the state alone.
+    is_traced = isinstance(scaling.multiplier, Tracer)
+    factor = 1.0 if is_traced else float(np.asarray(scaling.multiplier))
     scales = tuple(scaling.base(m, n) * factor for _, m, n in matrices)
     return ParameterRow(d.path, d.shape, d.dtype, d.label, d.reason, matrices, scales)

@@ -5,9 +5,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
+from muon_optax.config import find_configs
 from muon_optax.matrix_view import BoundView
-from muon_optax.partition import Partition, Views, assign
+from muon_optax.partition import assign
 from muon_optax.sharding.auto import partitioned
 
 __all__ = ["UpdateStats", "update_stats"]
@@ -22,7 +24,8 @@ class UpdateStats(NamedTuple):
       sigma_max: largest one.
 
     Example:
-      >>> update_stats({"w": jnp.eye(4)})["w"].sigma_max.round(3).item()
+      >>> from muon_optax import muon
+      >>> update_stats(muon(0.02), {"w": jnp.eye(4)})["w"].sigma_max.round(3).item()
       1.0
     """
 
@@ -32,11 +35,7 @@ class UpdateStats(NamedTuple):
 
 
 def update_stats(
-    updates: Any,
-    *,
-    muon_weight_dimension_numbers: Views = None,
-    partition: Partition = None,
-    steps: int = 16,
+    tx: optax.GradientTransformation, updates: Any, *, steps: int = 16
 ) -> dict[str, UpdateStats]:
     """RMS and range of singular values of Muon's updates, to be logged in training.
 
@@ -45,9 +44,8 @@ def update_stats(
     with no more than `steps` rows or columns.
 
     Args:
-      updates: updates as `muon` gives them (or any tree of its structure); jit-compatible.
-      muon_weight_dimension_numbers: as given to `muon`.
-      partition: as given to `muon`.
+      tx: `muon`, or any optax transformation around it.
+      updates: updates as it gives them (or any tree of their structure); jit-compatible.
       steps: Lanczos steps, 1 or more.
 
     Returns:
@@ -58,15 +56,19 @@ def update_stats(
       ValueError: for steps out of range, or as `report` does.
 
     Example:
-      >>> stats = update_stats({"w": jnp.diag(jnp.array([3.0, 4.0]))})["w"]
+      >>> from muon_optax import muon
+      >>> stats = update_stats(muon(0.02), {"w": jnp.diag(jnp.array([3.0, 4.0]))})["w"]
       >>> [round(float(x), 4) for x in stats]
       [2.5, 3.0, 4.0]
     """
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps must be an integer of 1 or more, got {steps!r}")
-    decisions = assign(updates, muon_weight_dimension_numbers, partition).decisions
-    pairs = zip(decisions, jax.tree.leaves(updates), strict=True)
-    return {d.path: _stats(x, d.view, steps) for d, x in pairs if d.view is not None}
+    stats: dict[str, UpdateStats] = {}
+    for config, ours in find_configs(tx, updates):
+        decisions = assign(ours, config.views, config.partition).decisions
+        pairs = zip(decisions, jax.tree.leaves(ours), strict=True)
+        stats |= {d.path: _stats(x, d.view, steps) for d, x in pairs if d.view is not None}
+    return stats
 
 
 def _stats(x: jax.Array, view: BoundView, steps: int) -> UpdateStats:

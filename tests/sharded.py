@@ -11,13 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from running import QUICK
 
-from muon_optax import (
-    DeviceModel,
-    MatrixView,
-    MuonDimensionNumbers,
-    scale_by_muon,
-    state_shardings,
-)
+from muon_optax import DeviceModel, MatrixView, MuonDimensionNumbers, scale_by_muon, state_shardings
 
 # Two steps compile quickly; the iteration has tests of its own.
 FAST = ((2.0, -1.5, 0.5),) * 2

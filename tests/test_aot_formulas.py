@@ -4,11 +4,11 @@ import doctest
 
 import pytest
 from jax.sharding import AbstractMesh
+from shown import plan
 
 from benchmarks import aot_formulas
 from benchmarks.aot_formulas import chosen_bytes, fewest_bytes, ideal_flops, largest_bytes
 from benchmarks.shapes import model_on
-from muon_optax import plan
 
 MATRICES = 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336) * 2  # bytes
 

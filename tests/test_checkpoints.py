@@ -183,7 +183,7 @@ def test_what_orbax_restores_into_other_labels_is_refused(tmp_path):
     save(tmp_path, state=labelled().init(params))
     new = labelled(up="adam")
     state = restore(tmp_path, {"state": new.init(params)})["state"]
-    assert state.inner_states["adam"].inner_state[0].mu["up"] is None
+    assert state.inner_states["adam"].inner_state["moments"].mu["up"] is None
     with pytest.raises(ValueError, match=r"0/mu/up: none in the state, float32\(16, 32\) wanted"):
         check_state(new, params, state)
     with pytest.raises(ValueError, match="up: absent in the state, adam now"):
@@ -217,8 +217,8 @@ def test_what_is_no_array_is_an_error_that_shows_it():
         with pytest.raises(ValueError, match="can't go on with this optimizer") as error:
             check_state(muon(0.1), params, found)
         assert str(error.value).splitlines()[1:] == [
-            f"  inner_states/muon/inner_state/0/count: {type(count).__name__} {count!r} in the "
-            "state, int32() wanted"
+            f"  inner_states/muon/inner_state/momentum/count: {type(count).__name__} {count!r} in "
+            "the state, int32() wanted"
         ]
 
 

@@ -16,8 +16,8 @@ from commands import data_of, rules_file, run, write
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
+from shown import plan, report
 
-from muon_optax import plan, report
 from muon_optax.cli import main
 from muon_optax.models import MODELS, model_shapes
 

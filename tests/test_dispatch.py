@@ -19,8 +19,15 @@ from muon_optax import (
     default_rules,
     muon,
 )
+from muon_optax.config import MuonConfig
 from muon_optax.dispatch import dispatch
+from muon_optax.sharding.execution import ExecutionOptions
 from muon_optax.sharding.options import ShardingOptions
+from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer
+from muon_optax.transforms.direction import Direction
+from muon_optax.transforms.momentum import Momentum
+from muon_optax.transforms.shape_scale import Scaling
+from muon_optax.transforms.stage import as_stage
 
 
 def stamped(number: float, then: Any = lambda updates, params: updates) -> Any:
@@ -35,9 +42,13 @@ def stamped(number: float, then: Any = lambda updates, params: updates) -> Any:
 
 def stamps(views: Any = None, partition: Any = None) -> Any:
     """Muon's leaves times 2, AdamW's times 3."""
-    return dispatch(
-        lambda views, _: stamped(2.0), stamped(3.0), views, partition, ShardingOptions()
-    )
+    return dispatch(as_stage(stamped(2.0)), stamped(3.0), config(views, partition))
+
+
+def config(views: Any = None, partition: Any = None) -> MuonConfig:
+    momentum = Momentum(0.9, None, nesterov=True, bias_correction=True, form="ema")
+    direction = Direction(momentum, Orthogonalizer(lambda x: x), ExecutionOptions())
+    return MuonConfig(direction, Scaling("none", 1.0), ShardingOptions(), views, partition)
 
 
 PARAMS = {
@@ -117,17 +128,14 @@ def test_the_muon_half_learns_the_views_of_its_own_tree():
     view = MatrixView(0, 1, heads=2)
     seen = []
 
-    def half(views_of, _):
-        def look(updates, params):
-            seen.append(views_of(updates))
-            return updates
+    def update(updates, state, params, leaves):
+        seen.append({leaf.path: leaf.view for leaf in leaves})
+        return updates, state
 
-        return stamped(2.0, look)
-
+    step = as_stage(stamped(2.0))._replace(update=update)
     views = {"mlp": {"kernel": view, "bias": None}, "embed": None}
-    first_update(dispatch(half, stamped(3.0), views, None, ShardingOptions()), PARAMS)
-    assert seen[0]["mlp"]["kernel"].matrices == ((2, 4, 3),)
-    assert seen[0]["mlp"]["bias"] == seen[0]["embed"]["embedding"] == optax.MaskedNode()
+    first_update(dispatch(step, stamped(3.0), config(views)), PARAMS)
+    assert {path: view.matrices for path, view in seen[0].items()} == {"mlp/kernel": ((2, 4, 3),)}
 
 
 def labels_of(label: str) -> dict[str, Any]:
@@ -160,9 +168,9 @@ def test_tree_map_params_through_a_placeholder(partition, may_freeze, embedding)
     assert set(state.inner_states) == {"muon", "adam", *["frozen"] * may_freeze}
     got: Any = optax.tree_map_params(tx, lambda x: x + 1, state)
     assert jax.tree.structure(got) == jax.tree.structure(state)
-    assert float(got.inner_states["muon"].inner_state[0].mu["mlp"]["kernel"][0, 0]) == 1
-    assert float(got.inner_states["adam"].inner_state[0].nu["mlp"]["bias"][0]) == 1
-    assert int(got.inner_states["muon"].inner_state[0].count) == 0
+    assert float(got.inner_states["muon"].inner_state["momentum"].mu["mlp"]["kernel"][0, 0]) == 1
+    assert float(got.inner_states["adam"].inner_state["moments"].nu["mlp"]["bias"][0]) == 1
+    assert int(got.inner_states["muon"].inner_state["momentum"].count) == 0
 
 
 def test_a_state_without_a_place_for_frozen_leaves_goes_on_by_a_function_of_labels():

@@ -20,12 +20,13 @@ import pytest
 import reference
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from running import first_update
+from shown import plan, report
 
 import muon_optax
-from muon_optax import MatrixView, interop, muon, plan, recipes, report
+from muon_optax import MatrixView, interop, muon, recipes
 from muon_optax.polar import SCHEDULES
-from muon_optax.scaling import Scale
 from muon_optax.tables import quantity
+from muon_optax.transforms.shape_scale import Scale
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -197,7 +197,7 @@ def test_from_optax_and_state_shardings_mask_whole_variables():
     rows = jax.tree.map(lambda x: NamedSharding(mesh, P("f")), params)
     shardings = state_shardings(tx, params, rows)
     assert jax.tree.structure(shardings) == jax.tree.structure(want)
-    kept = shardings.inner_states["muon"].inner_state[0].mu
+    kept = shardings.inner_states["muon"].inner_state["momentum"].mu
     assert {x.spec for x in jax.tree.leaves(kept)} == {P("f")}
 
 
@@ -234,7 +234,7 @@ def test_linen_boxes_are_masked_as_a_whole():
     adam, muons = (state.inner_states[label].inner_state[0].mu for label in ("adam", "muon"))
     assert adam["kernel"] == muons["bias"] == optax.MaskedNode()
     specs: Any = nn.get_partition_spec(state)
-    assert specs.inner_states["muon"].inner_state[0].mu["kernel"] == P("f", None)
+    assert specs.inner_states["muon"].inner_state["momentum"].mu["kernel"] == P("f", None)
     assert jax.tree.structure(specs) == jax.tree.structure(nn.unbox(state))
     updates, _ = make_tx().update(params, state, params)
     assert jax.tree.structure(updates) == jax.tree.structure(params)

@@ -14,8 +14,9 @@ from flax import nnx
 from flax.core import freeze
 from flax.training.train_state import TrainState
 from flax.traverse_util import flatten_dict
+from shown import report
 
-from muon_optax import MuonDimensionNumbers, MuonWarning, flax_matrix_views, muon, report
+from muon_optax import MuonDimensionNumbers, MuonWarning, flax_matrix_views, muon
 from muon_optax.matrix_view import is_view
 from muon_optax.tree_paths import leaves_with_segments, path_name
 

@@ -4,9 +4,10 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
+from shown import plan, report
 
 from benchmarks.shapes import LAYOUTS, model_on, plain_views
-from muon_optax import MatrixView, MuonDimensionNumbers, plan, report
+from muon_optax import MatrixView, MuonDimensionNumbers
 from muon_optax.layouts import usual_specs
 
 

@@ -3,8 +3,9 @@
 import jax
 import numpy as np
 import pytest
+from shown import report
 
-from muon_optax import MatrixView, MuonDimensionNumbers, default_rules, report
+from muon_optax import MatrixView, MuonDimensionNumbers, default_rules
 from muon_optax.matrix_view import bind_view, is_view
 from muon_optax.models import MODELS, model_shapes
 from muon_optax.tree_paths import align, leaves_with_segments

@@ -14,9 +14,10 @@ from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import OVERLAPPING, STACK, Leaf, make_mesh
+from shown import plan
 
 from muon_optax import MuonDimensionNumbers as Dims
-from muon_optax import muon, orthogonalize, plan, scale_by_muon
+from muon_optax import muon, orthogonalize, scale_by_muon
 from muon_optax.sharding.planning.device_models import DeviceModel
 
 WIDE, TALL = (16, 32), (32, 16)

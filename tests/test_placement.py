@@ -33,7 +33,8 @@ def test_the_type_says_what_is_in_host_memory():
 
 
 def test_declared_host_memory():
-    moved = to_declared_memory({"a": jnp.ones(2), "b": jnp.ones(2)}, {"a": HOST, "b": P()})
+    where: Any = [HOST, P()]
+    moved = to_declared_memory({"a": jnp.ones(2), "b": jnp.ones(2)}, where)
     assert is_on_host(moved["a"])
     assert not is_on_host(moved["b"])
 

@@ -12,9 +12,10 @@ import sharded
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import MATRIX, STACK, Leaf, make_mesh
+from shown import plan
 
 from benchmarks.compiled import read_program
-from muon_optax import DeviceModel, MatrixView, muon, plan, scale_by_muon
+from muon_optax import DeviceModel, MatrixView, muon, scale_by_muon
 from muon_optax import MuonDimensionNumbers as Dims
 from muon_optax.polar import NewtonSchulz, resolve_schedule
 from muon_optax.sharding.planning.loads import rest_owners

@@ -12,6 +12,7 @@ import sharded
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import STACK, Leaf, make_mesh
+from shown import plan
 
 from benchmarks.compiled import read_program
 from muon_optax import (
@@ -21,7 +22,6 @@ from muon_optax import (
     Rule,
     default_rules,
     muon,
-    plan,
     scale_by_muon,
 )
 

@@ -14,8 +14,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from running import apply_updates
 from sharded import FAST, make_mesh
+from shown import plan
 
-from muon_optax import muon, plan, scale_by_momentum, scale_by_muon, state_shardings
+from muon_optax import muon, scale_by_momentum, scale_by_muon, state_shardings
 from muon_optax.sharding.declared import declared_specs
 from muon_optax.sharding.specs import read_layout
 
@@ -109,7 +110,7 @@ def test_states_and_plans_of_reduced_types():
     structs = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), reduced
     )
-    abstract = tx.init(structs).inner_states["muon"].inner_state[0].mu["up"]
+    abstract = tx.init(structs).inner_states["muon"].inner_state["momentum"].mu["up"]
     assert abstract.sharding == NamedSharding(mesh(), SPECS["up"])
     (*rows, summed) = plan(reduced).rows
     assert tuple(rows) == plan(plain).rows

@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from reference import matrix, newton_schulz, relative_error
+from shown import report
 
 from muon_optax import (
     MuonDimensionNumbers,
@@ -20,7 +21,6 @@ from muon_optax import (
     default_rules,
     flax_matrix_views,
     muon,
-    report,
 )
 from muon_optax.tree_paths import is_masked
 
@@ -479,8 +479,8 @@ def test_tree_map_params_with_a_second_tree(options):
         transform_non_params=lambda x: "other",
         is_leaf=is_masked,
     )
-    in_muon = mapped.inner_states["muon"].inner_state[0]
-    in_adam = mapped.inner_states["adam"].inner_state[0]
+    in_muon = mapped.inner_states["muon"].inner_state["momentum"]
+    in_adam = mapped.inner_states["adam"].inner_state["moments"]
     assert in_muon.count == "other"
     assert in_muon.mu == {**SECOND, "w": "(4, 6) of w"}
     frozen = "partition" in options and isinstance(options["partition"], tuple)

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from flax import nnx
 from rich.console import Console
+from shown import report
 
-from muon_optax import MatrixView, MuonDimensionNumbers, Rule, default_rules, muon, report
+from muon_optax import MatrixView, MuonDimensionNumbers, Rule, default_rules, muon
 from muon_optax.reports import ParameterReport
 
 RNG = np.random.default_rng(0)

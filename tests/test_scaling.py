@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from muon_optax.scaling import resolve_scaling
+from muon_optax.transforms.shape_scale import resolve_scaling
 
 # mode -> factors of the [fan-in, fan-out] matrices 4 x 16, 16 x 4 and 9 x 9.
 FACTORS = {

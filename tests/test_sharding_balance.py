@@ -12,9 +12,10 @@ import sharded
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import make_mesh
+from shown import plan
 
 from benchmarks.shapes import gpt2_layers
-from muon_optax import muon, orthogonalize, plan
+from muon_optax import muon, orthogonalize
 from muon_optax.polar import NewtonSchulz, resolve_schedule
 from muon_optax.sharding.planning import planner
 from muon_optax.sharding.planning.loads import Loads, rest_owners

@@ -14,10 +14,11 @@ import sharded
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import STACK, Leaf, make_mesh
+from shown import plan
 
 from benchmarks.compiled import Program, read_program
 from benchmarks.shapes import gpt2_layers
-from muon_optax import MatrixView, muon, plan, scale_by_muon
+from muon_optax import MatrixView, muon, scale_by_muon
 from muon_optax import MuonDimensionNumbers as Dims
 from muon_optax.polar import NewtonSchulz, resolve_schedule
 

@@ -13,14 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import FAST, STACK, Leaf, make_mesh
 
-from muon_optax import (
-    MatrixView,
-    MuonState,
-    muon,
-    orthogonalize,
-    scale_by_muon,
-    scale_by_shape,
-)
+from muon_optax import MatrixView, MuonState, muon, orthogonalize, scale_by_muon, scale_by_shape
 
 LEAVES = {
     "rows": Leaf((16, 32), P("f")),
@@ -191,7 +184,7 @@ def test_data_parallel_training_with_whole_parameters(check_vma):
     def body(param, mine):
         grad = jax.lax.pmean({"w": mine[0], "b": jnp.ones(32)}, "d")
         updates, state = tx.update(grad, tx.init(param), param)
-        return updates["w"], state.inner_states["muon"].inner_state[0].mu["w"]
+        return updates["w"], state.inner_states["muon"].inner_state["momentum"].mu["w"]
 
     mapped = jax.shard_map(
         body, mesh=mesh, in_specs=(P(), P("d")), out_specs=P(), check_vma=check_vma

@@ -15,8 +15,9 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import FAST, make_mesh
+from shown import plan
 
-from muon_optax import MuonWarning, muon, orthogonalize, plan, scale_by_muon, state_shardings
+from muon_optax import MuonWarning, muon, orthogonalize, scale_by_muon, state_shardings
 from muon_optax.sharding.metadata import annotations_of
 from muon_optax.sharding.options import ShardingOptions
 
@@ -82,9 +83,13 @@ def test_the_momentums_shardings_may_be_a_function():
     whole = jax.device_put(host(), NamedSharding(mesh("explicit"), WHOLE))
     tx: Any = muon(0.1, FAST, mu_shardings=by_rank)
     state = tx.init(whole)
-    (mu,) = jax.tree.leaves(state.inner_states["muon"].inner_state[0].mu)
+    (mu,) = jax.tree.leaves(state.inner_states["muon"].inner_state["momentum"].mu)
     sharded.assert_lies(mu, NamedSharding(mesh("explicit"), ROWS))
-    found = state_shardings(tx, whole, mu_shardings=by_rank).inner_states["muon"].inner_state[0]
+    found = (
+        state_shardings(tx, whole, mu_shardings=by_rank)
+        .inner_states["muon"]
+        .inner_state["momentum"]
+    )
     assert jax.tree.leaves(found.mu) == [NamedSharding(mesh("explicit"), ROWS)]
 
 

@@ -11,6 +11,11 @@ from sharded import make_mesh
 from muon_optax.sharding.declared import declared_specs
 from muon_optax.sharding.specs import Layout, read_layout, read_layouts, whole_shapes
 
+
+def read_all(tree, declared):
+    return read_layouts(tree, declared_specs(declared, tree))
+
+
 SIZES = {"x": 2, "y": 4, "one": 1}
 SHAPE = (8, 16, 32)
 
@@ -136,7 +141,7 @@ def test_a_spec_that_does_not_fit_is_an_error_that_names_the_leaf(spec, message)
     good = jax.ShapeDtypeStruct((8, 16, 30), "float32", sharding=NamedSharding(mesh, P()))
     tree = {"decoder": {"kernel": good}, "other": good}
     with pytest.raises(ValueError, match=rf"decoder/kernel: .*{message}") as caught:
-        read_layouts(tree, {"decoder": {"kernel": spec}, "other": P()})
+        read_all(tree, {"decoder": {"kernel": spec}, "other": P()})
     assert "other" not in str(caught.value)
 
 
@@ -179,7 +184,7 @@ def test_blocks_inside_a_shard_map(check_vma):
     shapes = {"w": SHAPE, "b": (32,)}
 
     def read(tree):
-        return read_layouts(tree, specs), whole_shapes(tree, specs)
+        return read_all(tree, specs), whole_shapes(tree, specs)
 
     (bias, matrix), wholes = in_shard_map(read, specs, shapes, check_vma)
     assert (matrix.shape, matrix.block) == (SHAPE, (4, 16, 8))
@@ -191,7 +196,7 @@ def test_blocks_inside_a_shard_map(check_vma):
 def test_blocks_of_some_axes_alone():
     specs = {"w": P("x", None, "y")}
     (matrix,), wholes = in_shard_map(
-        lambda tree: (read_layouts(tree, specs), whole_shapes(tree, specs)),
+        lambda tree: (read_all(tree, specs), whole_shapes(tree, specs)),
         specs,
         {"w": SHAPE},
         names=("x",),
@@ -205,17 +210,17 @@ def test_undeclared_blocks_inside_a_shard_map_are_an_error_for_each_of_them():
     specs = {"a": P("x"), "b": P(None, "y"), "c": P()}
     shapes = dict.fromkeys(specs, (8, 16))
     with pytest.raises(ValueError, match=r"(?s)a: .*'x'.*b: .*'y'") as caught:
-        in_shard_map(lambda tree: read_layouts(tree, None), specs, shapes)
+        in_shard_map(lambda tree: read_all(tree, None), specs, shapes)
     assert "c:" not in str(caught.value)
     with pytest.raises(ValueError, match=r"lie:\n  a, b, c: inside a pmap.*check_vma=False"):
-        in_shard_map(lambda tree: read_layouts(tree, None), specs, shapes, check_vma=False)
+        in_shard_map(lambda tree: read_all(tree, None), specs, shapes, check_vma=False)
 
 
 def test_inside_a_pmap_one_line_is_told_of_all_leaves():
     params = {f"layer_{i:02}": jnp.ones((8, 16, 32)) for i in range(12)}
     message = r"they lie:\n  layer_00, (layer_0\d, )+layer_07 and 4 more: inside a pmap, "
     with pytest.raises(ValueError, match=message) as caught:
-        jax.pmap(lambda tree: len(read_layouts(tree, None)))(params)
+        jax.pmap(lambda tree: len(read_all(tree, None)))(params)
     assert str(caught.value).split("\n--")[0].count("\n") == 1
 
 

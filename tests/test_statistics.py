@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import Array, Float
+from shown import update_stats
 
-from muon_optax import MatrixView, MuonDimensionNumbers, Rule, UpdateStats, muon, update_stats
+from muon_optax import MatrixView, MuonDimensionNumbers, Rule, UpdateStats, muon
 
 SCALAR: Any = Float[Array, ""]
 RNG = np.random.default_rng(0)
@@ -199,7 +200,8 @@ def test_cost_is_small():
 MESH_TEST = """
 import jax, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from muon_optax import MuonDimensionNumbers, update_stats
+from muon_optax import MuonDimensionNumbers
+from shown import update_stats
 
 x = np.random.default_rng(0).normal(size=(4, 8, 16)).astype(np.float32)
 sigma = np.linalg.svd(x.astype(np.float64), compute_uv=False)

@@ -14,8 +14,9 @@ import pytest
 from containers import Unnamed
 from flax import nnx
 from flax.traverse_util import flatten_dict
+from shown import report
 
-from muon_optax import muon, report, scale_by_momentum
+from muon_optax import muon, scale_by_momentum
 from muon_optax.tree_paths import (
     align,
     cast_like,

@@ -14,6 +14,7 @@ import pytest
 import sharded
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from shown import plan
 
 from muon_optax import (
     MatrixView,
@@ -23,7 +24,6 @@ from muon_optax import (
     default_rules,
     flax_matrix_views,
     muon,
-    plan,
     state_shardings,
 )
 from muon_optax.interop import from_optax

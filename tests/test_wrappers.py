@@ -7,7 +7,7 @@ import optax
 import pytest
 from running import dtypes, first_update, run
 
-from muon_optax.wrappers import chain_in_order, decayed_weights, in_float32, in_parameter_layout
+from muon_optax.transforms.wrappers import in_float32, in_parameter_layout
 
 PARAMS = {"w": jnp.array([1.0, 2.0]), "b": jnp.array(3.0)}
 
@@ -85,56 +85,3 @@ def test_masked_and_missing_leaves():
     params = {"a": optax.MaskedNode(), "b": None, "c": jnp.ones(2)}
     got, want = (f(optax.scale_by_adam()).init(params) for f in (in_parameter_layout, lambda f: f))
     assert jax.tree.structure(got) == jax.tree.structure(want)
-
-
-def test_the_order_of_updates_is_not_that_of_states():
-    counted = optax.scale_by_schedule(lambda count: 10.0 + count)
-    tx = chain_in_order([optax.trace(0.5), counted], (1, 0))
-    one = jnp.array(1.0)
-    updates, (trace, schedule), _ = run(tx, one, [one, one])
-    np.testing.assert_array_equal(updates, [10, 11 + 0.5 * 10])
-    assert isinstance(trace, optax.TraceState)
-    assert int(schedule.count) == 2
-
-
-def test_in_the_given_order_it_is_a_chain():
-    parts = (optax.scale_by_adam(), optax.add_decayed_weights(0.1), optax.scale(-1.0))
-    ours, theirs = chain_in_order(parts, (0, 1, 2)), optax.chain(*parts)
-    got, want = run(ours, PARAMS, [PARAMS, PARAMS]), run(theirs, PARAMS, [PARAMS, PARAMS])
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
-
-
-ZEROS = [0, 0.0, np.float32(0), np.float64(0), jnp.zeros(()), jnp.zeros((), jnp.bfloat16)]
-
-
-@pytest.mark.parametrize("zero", ZEROS)
-def test_no_decay_needs_no_parameters(zero):
-    tx = decayed_weights(zero, None)
-    update, _ = tx.update(PARAMS, tx.init(PARAMS), None)
-    assert update is PARAMS
-
-
-@pytest.mark.parametrize("decay", [0.1, np.float32(0.1), lambda count: 0.1])
-def test_decay_needs_parameters(decay):
-    tx = decayed_weights(decay, None)
-    np.testing.assert_allclose(first_update(tx, PARAMS)["w"], 1.1 * PARAMS["w"], rtol=1e-6)
-    with pytest.raises(ValueError, match="you are not passing `params`"):
-        tx.update(PARAMS, tx.init(PARAMS), None)
-
-
-def test_a_traced_decay_is_taken_for_some():
-    def decayed(decay):
-        return first_update(decayed_weights(decay, None), PARAMS)["b"]
-
-    np.testing.assert_allclose(jax.vmap(decayed)(jnp.array([0.0, 1.0])), [3, 6])
-
-
-@pytest.mark.parametrize("mask", [None, {"w": True, "b": False}, lambda p: {"w": True, "b": False}])
-def test_the_state_does_not_tell_whether_decay_is_zero(mask):
-    structures = [
-        jax.tree.structure(decayed_weights(decay, mask).init(PARAMS)) for decay in (0.0, 0.1)
-    ]
-    assert structures[0] == structures[1]
-    update = first_update(decayed_weights(0.0, mask), PARAMS)
-    jax.tree.map(np.testing.assert_array_equal, update, PARAMS)

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from muon_optax.alias import muon
 from muon_optax.cli.output import present
 from muon_optax.cli.target import add_arguments, check_dtype, read_target, shardings
 from muon_optax.layouts import parse_sizes
@@ -63,15 +64,16 @@ def run(args: argparse.Namespace) -> int:
     if args.ns_dtype is not None:
         check_dtype("--ns-dtype", args.ns_dtype)
     target = read_target(args)
-    made = plan(
-        target.params,
-        shardings(target, sizes, args.fsdp or "rows"),
-        ns_coeffs=args.ns_coeffs,
+    tx = muon(
+        1.0,
+        args.ns_coeffs,
         ns_dtype=args.ns_dtype,
         muon_weight_dimension_numbers=target.views,
+        param_shardings=shardings(target, sizes, args.fsdp or "rows"),
         strategy=args.strategy,
         device=args.device,
     )
+    made = plan(tx, target.params)
     where = ", ".join(f"{axis}={size}" for axis, size in sizes.items()) or "one device"
     data = {"model": target.name, "mesh": sizes, **made.to_dict()}
     return present(target, f"{target.title} on {where}", made, data, args.json)

@@ -5,10 +5,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any, get_args
 
+from muon_optax.alias import muon
 from muon_optax.cli.output import present
 from muon_optax.cli.target import add_arguments, read_target
 from muon_optax.reports import ParameterReport, report
-from muon_optax.scaling import Scale
+from muon_optax.transforms.shape_scale import Scale
 
 __all__ = ["add_parser", "run"]
 
@@ -34,7 +35,8 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit code."""
     target = read_target(args)
-    made = report(target.params, muon_weight_dimension_numbers=target.views, scale=args.scale)
+    tx = muon(1.0, muon_weight_dimension_numbers=target.views, scale=args.scale)
+    made = report(tx, target.params)
     pairs = zip(made.rows, target.choices, strict=True)
     made = ParameterReport(
         tuple(dataclasses.replace(row, optimizer=c.label, reason=c.reason) for row, c in pairs)

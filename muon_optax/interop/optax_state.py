@@ -8,7 +8,7 @@ import optax
 from optax.contrib import MuonState as OptaxMuonState
 
 from muon_optax.leaf_kinds import is_float_leaf
-from muon_optax.momentum import MuonState
+from muon_optax.transforms.momentum_state import MuonState
 from muon_optax.tree_paths import (
     Segments,
     is_masked,
@@ -45,7 +45,7 @@ def from_optax(state: Any, params: Any) -> Any:
       >>> from muon_optax.recipes import optax_muon
       >>> params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
       >>> state = from_optax(optax.contrib.muon(0.02).init(params), params)
-      >>> state.inner_states["muon"].inner_state[0]._fields
+      >>> state.inner_states["muon"].inner_state["momentum"]._fields
       ('count', 'mu')
       >>> jax.tree.structure(state) == jax.tree.structure(optax_muon(0.02).init(params))
       True

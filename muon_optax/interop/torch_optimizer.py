@@ -21,7 +21,7 @@ from muon_optax.interop.torch_layout import (
     read_leaf,
     write_leaf,
 )
-from muon_optax.momentum import MuonState
+from muon_optax.transforms.momentum_state import MuonState
 from muon_optax.tree_paths import Segments, leaves_with_segments, path_name, raise_together
 
 __all__ = [
@@ -108,7 +108,7 @@ def from_optimizer_state(
       >>> params = {"up": {"kernel": jnp.ones((2, 3))}}
       >>> fresh = torch_muon().init(params)
       >>> state = from_optimizer_state(fresh, params, run.state_dict(), count=1)
-      >>> print(state.inner_states["muon"].inner_state[0].mu["up"]["kernel"])
+      >>> print(state.inner_states["muon"].inner_state["momentum"].mu["up"]["kernel"])
       [[0.1 0.1 0.1]
        [0.1 0.1 0.1]]
     """

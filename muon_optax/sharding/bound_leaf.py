@@ -4,7 +4,9 @@ import dataclasses
 
 from muon_optax.matrix_view import BoundView
 from muon_optax.polar import NewtonSchulz
-from muon_optax.sharding.specs import Axes, Layout
+from muon_optax.sharding.declared import Axes, Declared
+from muon_optax.sharding.specs import Layout
+from muon_optax.tree_paths import Segments, path_name
 
 __all__ = ["BoundLeaf"]
 
@@ -14,21 +16,30 @@ class BoundLeaf:
     """A leaf with its view and its sharding.
 
     Attributes:
-      path: its name.
+      segments: its path.
       view: how it makes matrices.
-      layout: how it is sharded.
+      layout: how it is sharded: as bound, like its parameter; as planned, where it is worked on.
       dtype: the dtype of collectives and matmuls, by name.
       strategy: 'auto', or the strategy that the user asks for.
       result_layout: how the results are sharded, if they go unsharded to every device that had a
         slice, as under ZeRO-1.
+      param_sharding: what is declared of the parameter.
+      mu_sharding: what is declared of its momentum, if that is sharded otherwise.
     """
 
-    path: str
+    segments: Segments
     view: BoundView
     layout: Layout
     dtype: str
     strategy: str = "auto"
     result_layout: Layout | None = None
+    param_sharding: Declared = None
+    mu_sharding: Declared = None
+
+    @property
+    def path(self) -> str:
+        """The path as text."""
+        return path_name(self.segments)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Moves leaves to other layouts, and between device and host memory."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,24 +18,22 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
+from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.declared import (
     Declared,
     bare_spec,
-    declared_specs,
-    is_spec,
     mesh_of,
     spec_without,
 )
 from muon_optax.sharding.reductions import check_summed, reduced_like, summed
-from muon_optax.sharding.specs import Layout, read_layout, read_layouts
+from muon_optax.sharding.specs import Layout, read_layout
 from muon_optax.sharding.trace_context import mapped_axes
-from muon_optax.tree_paths import align, graft, leaves_with_segments, path_name, raise_together
+from muon_optax.tree_paths import graft, raise_together
 
 __all__ = [
     "HOST_MEMORY",
     "check_fits",
     "check_stays",
-    "homes_of",
     "in_its_place",
     "is_abstract",
     "is_on_host",
@@ -51,22 +50,21 @@ __all__ = [
 HOST_MEMORY = "pinned_host"  # the memory kind of offloaded arrays
 
 
-def place(tree: Any, where: Any) -> Any:
-    """Moves each leaf of a tree to another layout.
+def place(tree: Any, where: Sequence[Layout | Declared]) -> Any:
+    """Moves each leaf of a tree to another sharding.
 
     Args:
       tree: arrays, or shape structs, which get the sharding.
-      where: as in `declared_specs`, or a list with a `Layout` or None for each leaf. A leaf of
-        which nothing is said or known stays.
+      where: for each leaf what is declared of it, or a layout; one of which nothing is said or
+        known stays.
 
     Returns:
       The tree, moved.
     """
+    if not any(where):
+        return tree
     leaves, treedef = jax.tree.flatten(tree)
-    if isinstance(where, list) and all(x is None or isinstance(x, Layout) for x in where):
-        specs = [x.written if x is not None and x.known else None for x in where]
-    else:
-        specs = declared_specs(where, tree)
+    specs = [(x.written if x.known else None) if isinstance(x, Layout) else x for x in where]
     return treedef.unflatten([_placed(x, spec) for x, spec in zip(leaves, specs, strict=True)])
 
 
@@ -123,15 +121,8 @@ def _typed(x: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> jax.
     return x if lies_there else jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
-def homes_of(tree: Any, declared: Any) -> list[Layout | None]:
-    """How each leaf of `tree` lies, which is where results go; None where nothing can be moved."""
-    if jax.sharding.get_abstract_mesh().manual_axes:  # blocks stay on the devices of a shard_map
-        return [None] * len(jax.tree.leaves(tree))
-    return list(read_layouts(tree, declared))
-
-
-def check_stays(tree: Any, declared: Any, there: Any) -> None:
-    """Raises for leaves that should lie elsewhere along the axes of the user's shard_map.
+def check_stays(tree: Any, leaves: Sequence[BoundLeaf]) -> None:
+    """Raises for momentum that should be sharded otherwise along the axes of the user's shard_map.
 
     Blocks can't be moved from inside it, and taken for others they would be silently wrong.
 
@@ -139,38 +130,33 @@ def check_stays(tree: Any, declared: Any, there: Any) -> None:
       ValueError: listing the leaves.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    if there is None or not manual:
-        return
-    rows = zip(
-        leaves_with_segments(tree),
-        read_layouts(tree, declared),
-        read_layouts(tree, there),
-        strict=True,
-    )
-    problems = [
-        f"{path_name(path)}: mu_shardings {new.written}, parameter {old.written}"
-        for (path, _), old, new in rows
-        if old.cut_by(manual) != new.cut_by(manual)
+    moved = [
+        (leaf, x) for leaf, x in zip(leaves, jax.tree.leaves(tree), strict=True) if leaf.mu_sharding
     ]
+    if not manual or not moved:
+        return
+    problems = []
+    for leaf, x in moved:
+        old, new = read_layout(x, leaf.param_sharding), read_layout(x, leaf.mu_sharding)
+        if old.cut_by(manual) != new.cut_by(manual):
+            problems.append(f"{leaf.path}: mu_shardings {new.written}, parameter {old.written}")
     raise_together(
         problems, f"inside a shard_map over {manual} momentum must lie there like its parameter:"
     )
 
 
-def check_fits(tree: Any, there: Any) -> None:
-    """Raises for leaves that can't lie as declared; inside a shard_map, blocks can't tell.
+def check_fits(tree: Any, leaves: Sequence[BoundLeaf]) -> None:
+    """Raises for momentum that can't be sharded as declared; in a shard_map, blocks can't tell.
 
     Raises:
       ValueError: listing the leaves.
     """
-    if there is None or jax.sharding.get_abstract_mesh().manual_axes:
+    if jax.sharding.get_abstract_mesh().manual_axes:
         return
     mapped = functools.cache(mapped_axes)
     problems = []
-    for (path, x), spec in zip(
-        leaves_with_segments(tree), declared_specs(there, tree), strict=True
-    ):
-        mesh = mesh_of(x, spec)
+    for leaf, x in zip(leaves, jax.tree.leaves(tree), strict=True):
+        spec, mesh = leaf.mu_sharding, mesh_of(x, leaf.mu_sharding)
         if spec is None or mesh is None:
             continue
         try:  # a shape, since what an array's type says would count for more than the declaration
@@ -178,7 +164,7 @@ def check_fits(tree: Any, there: Any) -> None:
             shape = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
             read_layout(shape, bare_spec(spec), mapped)
         except ValueError as error:
-            problems.append(f"{path_name(path)}: {error}")
+            problems.append(f"{leaf.path}: {error}")
     raise_together(problems, "the momentum of these leaves can't lie as mu_shardings says:")
 
 
@@ -213,19 +199,10 @@ def to_memory_of(old: Any, new: Any) -> Any:
     return jax.tree.map(lambda n, o: to_host(n) if is_on_host(o) else n, new, graft(old, new))
 
 
-def to_declared_memory(tree: Any, where: Any) -> Any:
-    """Sends to host memory what is declared to lie there.
-
-    Args:
-      tree: arrays.
-      where: as in `declared_specs`; what says nothing of host memory leaves a leaf where it is.
-
-    Returns:
-      The tree, moved.
-    """
+def to_declared_memory(tree: Any, where: Sequence[Declared]) -> Any:
+    """Sends to host memory what is declared to be there; all else stays."""
     leaves, treedef = jax.tree.flatten(tree)
-    entries = align(where, tree, what="shardings", is_leaf=is_spec) if leaves else []
-    pairs = zip(leaves, entries, strict=True)
+    pairs = zip(leaves, where, strict=True)
     return treedef.unflatten([to_host(x) if names_host(entry) else x for x, entry in pairs])
 
 

@@ -115,12 +115,12 @@ class Layout:
         return dataclasses.replace(self, spec=spec, written=spec_without(self.written, axes))
 
 
-def read_layouts(tree: Any, declared: Any) -> list[Layout]:
-    """How each leaf of a tree lies.
+def read_layouts(tree: Any, declared: Sequence[Declared]) -> list[Layout]:
+    """How each leaf of a tree is sharded.
 
     Args:
       tree: arrays, tracers or shape structs.
-      declared: as in `declared_specs`.
+      declared: what is declared of each leaf, from `declared_specs`.
 
     Returns:
       One layout a leaf.
@@ -128,11 +128,10 @@ def read_layouts(tree: Any, declared: Any) -> list[Layout]:
     Raises:
       ValueError: listing every leaf whose layout can't be, or can't be known.
     """
-    specs = declared_specs(declared, tree)
     mapped = functools.cache(mapped_axes)  # for now: another call may be in another vmap
     layouts = []
     problems: dict[str, list[str]] = {}
-    for (path, leaf), spec in zip(leaves_with_segments(tree), specs, strict=True):
+    for (path, leaf), spec in zip(leaves_with_segments(tree), declared, strict=True):
         try:
             layouts.append(read_layout(leaf, spec, mapped))
         except ValueError as error:

@@ -6,7 +6,6 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from muon_optax.momentum import MuonState
 from muon_optax.sharding.declared import (
     Declared,
     bare_spec,
@@ -17,6 +16,7 @@ from muon_optax.sharding.declared import (
 )
 from muon_optax.sharding.metadata import annotations_of, usable
 from muon_optax.sharding.placement import HOST_MEMORY, names_host
+from muon_optax.transforms.momentum_state import MuonState
 from muon_optax.tree_paths import (
     is_masked,
     leaves_with_segments,

@@ -1,16 +1,41 @@
 """The door: one pass that makes a record for each leaf of a tree."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from muon_optax.matrix_view import BoundView, MuonDimensionNumbers
 from muon_optax.partition import Views, assign
 from muon_optax.sharding.bound_leaf import BoundLeaf
+from muon_optax.sharding.declared import declared_specs
+from muon_optax.sharding.options import ShardingOptions, Shardings
 from muon_optax.sharding.specs import read_layouts, whole_shapes
-from muon_optax.tree_paths import leaves_with_segments, path_name, raise_together
+from muon_optax.tree_paths import leaves_with_segments, raise_together
 
-__all__ = ["bind_leaves", "bound_views"]
+__all__ = ["bind_leaves", "binder", "bound_leaves"]
+
+
+def binder(views: Views, declared: ShardingOptions) -> Callable[[Any, Any], list[BoundLeaf]]:
+    """The door of a piece that stands alone: binds leaves by the piece's own arguments.
+
+    Args:
+      views: a view, a tree of views, or a function that returns one; None takes every leaf for a
+        [fan-in, fan-out] matrix.
+      declared: what is declared of the leaves' shardings.
+
+    Returns:
+      A function of the leaves, and of the parameters that metadata and functions are asked about,
+      that returns a record for each leaf.
+    """
+
+    def bind(tree: Any, params: Any) -> list[BoundLeaf]:
+        shardings = declared.of(tree if params is None else params)
+        bound = _views(whole_shapes(tree, shardings.working), views)
+        return bound_leaves(tree, bound, shardings)
+
+    return bind
 
 
 def bind_leaves(tree: Any, views: Views = None, param_shardings: Any = None) -> list[BoundLeaf]:
@@ -18,8 +43,7 @@ def bind_leaves(tree: Any, views: Views = None, param_shardings: Any = None) -> 
 
     Args:
       tree: parameters or updates.
-      views: a view, a tree of views, or a function that returns one; None takes every leaf for a
-        [fan-in, fan-out] matrix.
+      views: as in `binder`.
       param_shardings: how the leaves are sharded, where their types don't say it.
 
     Returns:
@@ -33,16 +57,39 @@ def bind_leaves(tree: Any, views: Views = None, param_shardings: Any = None) -> 
       >>> leaf.path, leaf.view.matrices
       ('w', ((2, 3, 4),))
     """
-    bound = bound_views(whole_shapes(tree, param_shardings), views)
-    layouts = read_layouts(tree, param_shardings)
-    rows = zip(leaves_with_segments(tree), bound, layouts, strict=True)
+    return binder(views, ShardingOptions(param_shardings))(tree, None)
+
+
+def bound_leaves(tree: Any, views: Sequence[BoundView], shardings: Shardings) -> list[BoundLeaf]:
+    """A record for each leaf.
+
+    Args:
+      tree: parameters, or updates in their places.
+      views: a view for each leaf.
+      shardings: what is declared of the leaves.
+
+    Returns:
+      The records.
+
+    Raises:
+      ValueError: listing the leaves whose sharding can't be known.
+    """
+    of_params = declared_specs(shardings.params, tree)
+    of_momentum = declared_specs(shardings.momentum, tree)
+    # Inside a shard_map nothing can be moved along its axes, where momentum is sharded like the
+    # parameters; of both, only one may be declared.
+    is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
+    pairs = zip(of_params, of_momentum, strict=True)
+    seen = [mu if is_manual and mu is not None else own for own, mu in pairs]
+    layouts = read_layouts(tree, seen)
+    rows = zip(leaves_with_segments(tree), views, layouts, of_params, of_momentum, strict=True)
     return [
-        BoundLeaf(path_name(path), view, layout, jnp.dtype(x.dtype).name)
-        for (path, x), view, layout in rows
+        BoundLeaf(path, view, layout, jnp.dtype(x.dtype).name, "auto", None, own, mu)
+        for (path, x), view, layout, own, mu in rows
     ]
 
 
-def bound_views(tree: Any, declared: Views) -> list[BoundView]:
+def _views(tree: Any, declared: Views) -> list[BoundView]:
     """A view for each leaf, all of which must make matrices, from what the user declares.
 
     Raises:

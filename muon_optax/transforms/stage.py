@@ -12,8 +12,19 @@ from typing import Any, NamedTuple
 import optax
 
 from muon_optax.sharding.bound_leaf import BoundLeaf
+from muon_optax.sharding.placement import in_its_place
+from muon_optax.transforms.wrappers import passing_over, widened
+from muon_optax.tree_paths import cast_like
 
-__all__ = ["MatrixTransformation", "Stage", "as_stage", "in_order", "matrix_transformation"]
+__all__ = [
+    "MatrixTransformation",
+    "Stage",
+    "as_stage",
+    "bound_transformation",
+    "in_order",
+    "matrix_transformation",
+    "stage_in_float32",
+]
 
 Leaves = Sequence[BoundLeaf]
 
@@ -51,24 +62,37 @@ class MatrixTransformation(optax.GradientTransformationExtraArgs):
         return self
 
 
-def matrix_transformation(stage: Stage, bind: Callable[[Any], Leaves]) -> MatrixTransformation:
+def matrix_transformation(stage: Stage, bind: Callable[[Any, Any], Leaves]) -> MatrixTransformation:
     """A stage as an optax transformation.
 
     Args:
       stage: the stage.
-      bind: a function from parameters, or updates, to a record for each of their leaves.
+      bind: (parameters or updates, parameters or None) -> a record for each leaf of the first.
 
     Returns:
       The transformation.
     """
 
     def init(params):
-        return stage.init(params, bind(params))
+        return stage.init(params, bind(params, params))
 
     def update(updates, state, params=None, **extra_args):
-        return stage.update(updates, state, params, bind(updates), **extra_args)
+        return stage.update(updates, state, params, bind(updates, params), **extra_args)
 
-    return MatrixTransformation(init, update, stage)
+    whole = in_its_place(passing_over(optax.GradientTransformationExtraArgs(init, update)))
+    return MatrixTransformation(whole.init, whole.update, stage)
+
+
+def bound_transformation(stage: Stage, leaves: Leaves) -> optax.GradientTransformationExtraArgs:
+    """A stage as an optax transformation of leaves that are bound already."""
+
+    def init(params):
+        return stage.init(params, leaves)
+
+    def update(updates, state, params=None, **extra_args):
+        return stage.update(updates, state, params, leaves, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def as_stage(transformation: optax.GradientTransformation) -> Stage:
@@ -127,3 +151,22 @@ def in_order(stages: Mapping[str, Stage], order: Sequence[str]) -> Stage:
         return updates, new
 
     return Stage(init, update)
+
+
+def stage_in_float32(stage: Stage, *, takes_half: bool) -> Stage:
+    """Forms updates in float32 at least; updates and state keep the dtypes they came with.
+
+    Args:
+      stage: what forms the updates.
+      takes_half: whether it gets half-precision gradients as they are, and widens them itself.
+
+    Returns:
+      The stage.
+    """
+
+    def update(updates, state, params, leaves, **extra_args):
+        grads = updates if takes_half else widened(updates)
+        new, new_state = stage.update(grads, state, widened(params), leaves, **extra_args)
+        return cast_like(new, updates), cast_like(new_state, state)
+
+    return Stage(stage.init, update)

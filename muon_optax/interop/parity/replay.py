@@ -137,7 +137,7 @@ class _JaxSide:
         self.tx = _optimizer(case, {_flax_name(str(key)) for key in record["muon"]})
         self.tree = self._placed(_leaves(record, "param/0/"))
         self.state = jax.jit(self.tx.init)(self.tree)
-        self.muon = set(self._named(self.state.inner_states["muon"].inner_state[0].mu))
+        self.muon = set(self._named(self.state.inner_states["muon"].inner_state["momentum"].mu))
         wanted = {_flax_name(str(key)) for key in record["muon"]}
         if self.muon != wanted:
             raise ValueError(f"Muon is for {sorted(self.muon)} here, in torch for {sorted(wanted)}")

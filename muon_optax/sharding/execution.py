@@ -1,12 +1,14 @@
 """From leaves to results: reads how they are sharded, plans, and runs the plan."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from muon_optax.checks import check_choice, check_static
 from muon_optax.dtypes import compute_dtype
@@ -14,19 +16,19 @@ from muon_optax.matrix_view import BoundView
 from muon_optax.notices import warn_about
 from muon_optax.rules import first_match, unmatched
 from muon_optax.sharding.bound_leaf import BoundLeaf
-from muon_optax.sharding.options import Shardings
-from muon_optax.sharding.placement import homes_of, place, to_types_of
+from muon_optax.sharding.placement import place, to_types_of
 from muon_optax.sharding.planning.buckets import Bucket, WorkSlice
 from muon_optax.sharding.planning.device_models import DeviceModel, device_model
 from muon_optax.sharding.planning.planner import least_workspace, plan_leaves
 from muon_optax.sharding.runtime.buffers import Arrays, Elementwise
 from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer
 from muon_optax.sharding.runtime.pipeline import run_buckets
-from muon_optax.sharding.specs import Layout, read_layouts
+from muon_optax.sharding.specs import Layout, read_layout
 from muon_optax.sharding.strategies import STRATEGIES
-from muon_optax.tree_paths import Segments, leaves_with_segments, path_name, raise_together
+from muon_optax.sharding.trace_context import mapped_axes
+from muon_optax.tree_paths import Segments, raise_together
 
-__all__ = ["Distribution", "Prepared", "StrategyRules"]
+__all__ = ["ExecutionOptions", "Prepared", "StrategyRules"]
 
 StrategyRules = str | Sequence[tuple[str, str]]
 
@@ -55,8 +57,8 @@ class Prepared(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Distribution:
-    """How the work is spread over devices, as the user asks for it.
+class ExecutionOptions:
+    """How an update is planned and run, as the user asks for it.
 
     Attributes:
       strategy: 'auto', a strategy, or (pattern, strategy) pairs, the first match winning.
@@ -80,76 +82,73 @@ class Distribution:
             )
         device_model(self.device, "cpu")  # raises for an unknown name; JAX isn't asked for devices
 
-    def check_patterns(self, tree: Any) -> None:
+    def check_patterns(self, leaves: Sequence[BoundLeaf]) -> None:
         """Raises for patterns of `strategy` that match no leaf, as a mistyped name does."""
-        if isinstance(self.strategy, str):
+        if isinstance(self.strategy, str) or not leaves:
             return
-        paths = [path for path, _ in leaves_with_segments(tree)]
-        if not paths:  # an empty tree, or the placeholder of optax.tree_map_params
-            return
-        unused = unmatched((pattern for pattern, _ in self.strategy), paths)
+        patterns = (pattern for pattern, _ in self.strategy)
+        unused = unmatched(patterns, [leaf.segments for leaf in leaves])
         raise_together(
             list(map(repr, unused)), "these patterns of strategy match no leaf of Muon's:"
         )
 
     def prepare(
-        self,
-        updates: Any,
-        mu: Any,
-        like: Any,
-        views: Sequence[BoundView],
-        ns_dtype: Any,
-        shardings: Shardings,
+        self, updates: Any, mu: Any, like: Any, leaves: Sequence[BoundLeaf], ns_dtype: Any
     ) -> Prepared:
-        """Moves gradients to where the momentum is, and reads how all is sharded.
+        """Moves gradients to where the momentum is, and plans with how they are sharded there.
 
         Args:
           updates: the gradients.
           mu: the momentum, in the containers of `updates`.
-          like: the parameters, in these too, or the gradients where nothing else is known.
-          views: a view a leaf.
+          like: what the leaves were bound from, in these too: parameters, or the gradients.
+          leaves: one record for each leaf.
           ns_dtype: as given to `muon`.
-          shardings: what is declared of parameters and momentum.
 
         Returns:
           What can be planned and run.
         """
-        homes = homes_of(like, shardings.params)
-        moved = to_types_of(mu, place(updates, shardings.momentum))
+        moved = to_types_of(mu, place(updates, [leaf.mu_sharding for leaf in leaves]))
+        mapped = functools.cache(mapped_axes)  # for now: another call may be in another vmap
+        rows = zip(leaves, jax.tree.leaves(moved), jax.tree.leaves(like), strict=True)
+        layouts = [_working_layout(*row, mapped) for row in rows]
         dtypes = [compute_dtype(ns_dtype, m.dtype) for m in jax.tree.leaves(mu)]
-        leaves = self.leaves(moved, views, dtypes, shardings.working, homes)
-        return Prepared(moved, leaves, homes)
+        is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
+        # The blocks of a shard_map stay on their devices.
+        homes = [None if is_manual else leaf.layout for leaf in leaves]
+        return Prepared(moved, self.planned(leaves, dtypes, layouts, homes), homes)
 
-    def leaves(
+    def planned(
         self,
-        tree: Any,
-        views: Sequence[BoundView],
+        leaves: Sequence[BoundLeaf],
         dtypes: Sequence[Any],
-        declared: Any,
+        layouts: Sequence[Layout] | None = None,
         homes: Sequence[Layout | None] | None = None,
     ) -> list[BoundLeaf]:
         """What the planner takes.
 
         Args:
-          tree: the leaves, as arrays or shape structs.
-          views: a view a leaf.
-          dtypes: a dtype a leaf, to exchange and compute in.
-          declared: how they are sharded, as in `declared_specs`.
-          homes: a layout a leaf, how the results will be sharded, if otherwise.
+          leaves: as they are bound.
+          dtypes: a dtype for each, of collectives and matmuls.
+          layouts: how each is sharded where it is worked on; None is as it is bound.
+          homes: how each result will be sharded, if otherwise.
 
         Returns:
-          One `BoundLeaf` for each leaf of `tree`.
+          The records, with what the planner needs.
         """
-        paths = [path for path, _ in leaves_with_segments(tree)]
-        layouts = read_layouts(tree, declared)
-        ends = [
-            home and _whole_end(view, layout, home)
-            for view, layout, home in zip(views, layouts, homes or [None] * len(views), strict=True)
+        layouts = layouts or [leaf.layout for leaf in leaves]
+        homes = homes or [None] * len(leaves)
+        return [
+            dataclasses.replace(
+                leaf,
+                layout=layout,
+                dtype=jnp.dtype(dtype).name,
+                strategy=self._strategy_of(leaf.segments),
+                result_layout=home and _replicated_results(leaf.view, layout, home),
+                param_sharding=None,
+                mu_sharding=None,
+            )
+            for leaf, dtype, layout, home in zip(leaves, dtypes, layouts, homes, strict=True)
         ]
-        names = [jnp.dtype(dtype).name for dtype in dtypes]
-        asked = [self._strategy_of(path) for path in paths]
-        rows = zip(map(path_name, paths), views, layouts, names, asked, ends, strict=True)
-        return [BoundLeaf(*row) for row in rows]
 
     def plan(
         self, leaves: Sequence[BoundLeaf], orthogonalizer: Orthogonalizer
@@ -234,15 +233,31 @@ def _device_kind(layout: Layout) -> str | None:
     return getattr(device, "device_kind", None)
 
 
-def _whole_end(view: BoundView, layout: Layout, home: Layout) -> Layout | None:
-    """How results lie that go whole to every device that had a slice; None if they don't.
+def _replicated_results(view: BoundView, layout: Layout, home: Layout) -> Layout | None:
+    """How results are sharded that are replicated to every device that had a slice; else None.
 
-    Axes of size 1 stay as they are, wherever the home has them: inside a shard_map, results vary
-    over them.
+    Axes of size 1 stay as they are, wherever the parameter has them: inside a shard_map, results
+    vary over them.
     """
     if not (layout.known and home.known) or layout.mesh != home.mesh:
         return None
     same_batch = all(home.spec[a] == layout.spec[a] for a in view.batch_axes)
-    cut_by = layout.axes_of(view.stack_axes)
-    goes_whole = bool(cut_by) and same_batch and not home.axes_of(view.stack_axes)
-    return layout.without(cut_by) if goes_whole else None
+    shard_axes = layout.axes_of(view.stack_axes)
+    are_replicated = bool(shard_axes) and same_batch and not home.axes_of(view.stack_axes)
+    return layout.without(shard_axes) if are_replicated else None
+
+
+def _working_layout(
+    leaf: BoundLeaf, x: Any, like: Any, mapped: Callable[[Any], frozenset[str]]
+) -> Layout:
+    """How a leaf is sharded where it is worked on: mostly as it was read when it was bound."""
+    if leaf.mu_sharding is not None:
+        return read_layout(x, leaf.mu_sharding, mapped)
+    if _sharding_of(x) == _sharding_of(like):
+        return leaf.layout
+    return read_layout(x, leaf.param_sharding, mapped)
+
+
+def _sharding_of(x: Any) -> Any:
+    """All that can be read off an array: its type's sharding if traced, else its own."""
+    return jax.typeof(x).sharding if isinstance(x, Tracer) else getattr(x, "sharding", None)

@@ -1,7 +1,7 @@
 """Momentum: the buffer that is kept, and the mix of buffer and gradient that is orthogonalised."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -11,41 +11,29 @@ import optax
 from muon_optax.checks import check_choice, check_decay, check_flag, check_float_dtype
 from muon_optax.dtypes import wide_dtype
 from muon_optax.leaf_kinds import is_float_leaf
-from muon_optax.sharding.placement import is_abstract, is_on_host, to_device, to_host
-from muon_optax.tree_paths import leaves_with_segments, path_name, present_leaves, raise_together
+from muon_optax.sharding.placement import in_its_place
+from muon_optax.transforms.moments import moment_dtype, zeros_like_parameter
+from muon_optax.transforms.momentum_state import MuonState
+from muon_optax.transforms.wrappers import passing_over
+from muon_optax.tree_paths import (
+    cast_like,
+    graft,
+    leaves_with_segments,
+    path_name,
+    present_leaves,
+    raise_together,
+)
 
 __all__ = [
     "Momentum",
     "MomentumForm",
-    "MuonState",
     "Weights",
     "check_belongs",
     "combine",
-    "is_moments",
-    "map_moments",
-    "moment_dtype",
-    "zeros_like_parameter",
+    "scale_by_momentum",
 ]
 
 MomentumForm = Literal["ema", "sum"]
-
-
-class MuonState(NamedTuple):
-    """State of Muon.
-
-    Attributes:
-      count: number of updates so far, an int32 scalar.
-      mu: the momentum, one buffer a leaf, in the parameter's layout.
-
-    Example:
-      >>> from muon_optax import scale_by_momentum
-      >>> state = scale_by_momentum(mu_dtype="bfloat16").init({"w": jnp.ones((4, 8))})
-      >>> int(state.count), state.mu["w"].dtype.name
-      (0, 'bfloat16')
-    """
-
-    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
-    mu: optax.Updates
 
 
 class Weights(NamedTuple):
@@ -157,49 +145,46 @@ def check_belongs(state: Any, updates: optax.Updates) -> None:
     )
 
 
-def is_moments(x: Any) -> bool:
-    """Whether `x` is a state of Muon's or AdamW's moments."""
-    return isinstance(x, MuonState | optax.ScaleByAdamState)
-
-
-def map_moments(function: Callable[..., Any], state: Any, *others: Any) -> Any:
-    """Maps a function over the trees of moments, `mu` and `nu`, in a state.
+def scale_by_momentum(
+    beta: jax.typing.ArrayLike = 0.95,
+    mu_dtype: Any = None,
+    *,
+    nesterov: bool = True,
+    bias_correction: bool = True,
+    momentum: MomentumForm = "ema",
+) -> optax.GradientTransformation:
+    """Replaces updates by their momentum mix, what Muon orthogonalises.
 
     Args:
-      function: gets a tree of moments, and those at its place in the other states.
-      state: the state of any chain of optax transformations.
-      others: states of the same structure but for the trees of moments.
+      beta: decay rate, in [0, 1).
+      mu_dtype: dtype of the buffer; None keeps the parameter's.
+      nesterov: mix the next step's momentum in.
+      bias_correction: divide by 1 - beta^t (by 1 - beta^(t+1) for the buffer under Nesterov), as
+        optax does; False is the convention of torch, Keller Jordan, Dion and Megatron.
+      momentum: 'ema', m = beta m + (1 - beta) g, or 'sum', m = beta m + g.
 
     Returns:
-      The state with the function's results; all else is as in `state`.
+      A transformation with a `MuonState`. Updates keep their dtype.
+
+    Raises:
+      ValueError, TypeError: for options out of range.
+
+    Example:
+      >>> tx = scale_by_momentum(0.5, nesterov=False, bias_correction=False)
+      >>> updates, state = tx.update(jnp.ones(2), tx.init(jnp.zeros(2)))
+      >>> updates.tolist()
+      [0.5, 0.5]
     """
+    buffer = Momentum(beta, mu_dtype, nesterov, bias_correction, momentum)
 
-    def mapped(x: Any, *rest: Any) -> Any:
-        names = [name for name in ("mu", "nu") if is_moments(x) and name in x._fields]
-        new = {n: function(getattr(x, n), *(getattr(r, n) for r in rest)) for n in names}
-        return x._replace(**new) if new else x
+    def update(updates, state, params=None):
+        del params
+        check_belongs(state, updates)
+        count = jnp.asarray(optax.safe_increment(state.count))
+        weights = buffer.weights(count)
+        mu = graft(state.mu, updates)
+        new = jax.tree.map(functools.partial(combine, weights.keep), mu, updates)
+        mixed = jax.tree.map(functools.partial(combine, weights.mix), mu, updates)
+        return cast_like(mixed, updates), MuonState(count, cast_like(new, state.mu))
 
-    return jax.tree.map(mapped, state, *others, is_leaf=is_moments)
-
-
-def moment_dtype(wanted: Any, own: Any) -> jnp.dtype:
-    """The dtype to keep a moment in: the wanted one, complex where the parameter's own is."""
-    is_complex = jnp.issubdtype(own, jnp.complexfloating)
-    dtype = wide_dtype(wanted, jnp.complex64) if is_complex else jnp.finfo(wanted).dtype
-    return jax.dtypes.canonicalize_dtype(dtype)
-
-
-def zeros_like_parameter(param: Any, dtype: Any) -> Any:
-    """Zeros sharded like the parameter, also under `jit` on a mesh without a context.
-
-    In host memory too, where the parameter is offloaded; a shape struct where it is one.
-
-    `jnp.zeros_like` forgets the sharding there; a result that depends on the parameter's value
-    keeps it. NaN and infinity don't get through the `where`.
-    """
-    if is_abstract(param):
-        return jax.ShapeDtypeStruct(param.shape, dtype, sharding=param.sharding)
-    if isinstance(param, jax.Array):
-        zeros = jnp.where(False, to_device(param), jnp.zeros((), param.dtype)).astype(dtype)
-        return to_host(zeros) if is_on_host(param) else zeros
-    return jnp.zeros(param.shape, dtype)
+    return in_its_place(passing_over(optax.GradientTransformation(buffer.init_state, update)))

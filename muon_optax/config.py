@@ -1,0 +1,106 @@
+"""What `muon` was told, kept beside its two functions, and how it is found again.
+
+`report`, `plan` and others take the transformation and ask it, so that what they show can't differ
+from what runs. The transformation may be anywhere in an `optax.chain`, under `optax.masked`,
+`optax.inject_hyperparams`, `optax.MultiSteps` or `optax.partition`: its `init` is traced, and each
+`muon` in it writes down its configuration and the leaves that reach it.
+"""
+
+import contextvars
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from muon_optax.leaf_kinds import check_arrays
+from muon_optax.partition import Partition, Views
+from muon_optax.sharding.options import ShardingOptions
+from muon_optax.transforms.direction import Direction
+from muon_optax.transforms.shape_scale import Scaling
+from muon_optax.tree_paths import Segments, leaves_with_segments, masked_unless
+
+__all__ = ["Found", "MuonConfig", "find_configs", "note_if_searched"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MuonConfig:
+    """The options of a `muon` that decide what is shown.
+
+    Attributes:
+      direction: momentum, orthogonalisation and how they are run.
+      scaling: the scale by shape.
+      declared: shardings of parameters and momentum.
+      views: which axes make matrices.
+      partition: who gets Muon.
+    """
+
+    direction: Direction
+    scaling: Scaling
+    declared: ShardingOptions
+    views: Views
+    partition: Partition
+
+
+class Found(NamedTuple):
+    """A `muon` in a transformation.
+
+    Attributes:
+      config: its configuration.
+      params: the leaves that reach it, in the caller's arrays; the others are masked.
+    """
+
+    config: MuonConfig
+    params: Any
+
+
+_Note = tuple[MuonConfig, frozenset[Segments]]
+_notes: contextvars.ContextVar[list[_Note] | None] = contextvars.ContextVar(
+    "muon_optax_configs", default=None
+)
+
+
+def note_if_searched(config: MuonConfig, params: Any) -> bool:
+    """Writes down a configuration where `find_configs` calls `init` to find it.
+
+    Args:
+      config: the configuration.
+      params: what `init` got.
+
+    Returns:
+      Whether that is so; `init` has nothing else to do then.
+    """
+    notes = _notes.get()
+    if notes is None:
+        return False
+    notes.append((config, frozenset(path for path, _ in leaves_with_segments(params))))
+    return True
+
+
+def find_configs(tx: optax.GradientTransformation, params: Any) -> list[Found]:
+    """Every `muon` in a transformation, with the leaves that reach it.
+
+    Args:
+      tx: `muon`, or any optax transformation around it.
+      params: the parameters, as arrays or shape structs.
+
+    Returns:
+      One entry for each `muon`.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    check_arrays(leaves_with_segments(params))
+    notes: list[_Note] = []
+    token = _notes.set(notes)
+    try:
+        # A function of its own: JAX keeps traces by function, and a kept one would note nothing.
+        jax.eval_shape(lambda p: (tx.init(p), ())[1], params)
+    finally:
+        _notes.reset(token)
+    if not notes:
+        raise ValueError(f"there is no muon_optax.muon in {tx}")
+    return [
+        Found(config, masked_unless(lambda path, _, paths=paths: path in paths, params))
+        for config, paths in notes
+    ]

@@ -1,0 +1,200 @@
+"""Muon's direction: momentum, orthogonalised.
+
+It is `scale_by_momentum` followed by `orthogonalize`, as one transformation with one state, so that
+the momentum mix is formed and rounded on the shards, before any communication.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from muon_optax.checks import check_decay, check_float_dtype
+from muon_optax.dtypes import wide_dtype
+from muon_optax.partition import Views
+from muon_optax.polar import Coefficients, Method, PrecisionName, Preconditioning
+from muon_optax.sharding.bound_leaf import BoundLeaf
+from muon_optax.sharding.execution import ExecutionOptions, StrategyRules
+from muon_optax.sharding.options import ShardingOptions
+from muon_optax.sharding.placement import (
+    check_fits,
+    check_stays,
+    place,
+    to_declared_memory,
+    to_device,
+    to_memory_of,
+)
+from muon_optax.sharding.planning.device_models import DeviceModel
+from muon_optax.sharding.runtime.buffers import Elementwise
+from muon_optax.sharding.runtime.orthogonalizer import (
+    OrthogonalizeFunction,
+    Orthogonalizer,
+    make_orthogonalizer,
+)
+from muon_optax.transforms.binding import binder
+from muon_optax.transforms.momentum import Momentum, MomentumForm, check_belongs, combine
+from muon_optax.transforms.momentum_state import MuonState
+from muon_optax.transforms.stage import MatrixTransformation, Stage, matrix_transformation
+from muon_optax.tree_paths import cast_like, graft
+
+__all__ = ["Direction", "scale_by_muon"]
+
+
+def scale_by_muon(
+    ns_coeffs: Coefficients = "jordan",
+    ns_steps: int | None = None,
+    beta: jax.typing.ArrayLike = 0.95,
+    eps: jax.typing.ArrayLike = 1e-8,
+    mu_dtype: Any = None,
+    *,
+    nesterov: bool = True,
+    adaptive: bool = False,
+    preconditioning: Preconditioning | None = None,
+    weight_dimension_numbers: Views = None,
+    bias_correction: bool = True,
+    momentum: MomentumForm = "ema",
+    ns_method: Method = "auto",
+    ns_dtype: Any = None,
+    ns_precision: PrecisionName | None = None,
+    orthogonalizer: OrthogonalizeFunction | None = None,
+    param_shardings: Any = None,
+    mu_shardings: Any = None,
+    strategy: StrategyRules = "auto",
+    max_workspace_bytes: int | None = None,
+    device: str | DeviceModel = "auto",
+    update_dtype: Any = None,
+) -> MatrixTransformation:
+    """Muon's direction: momentum, orthogonalised. Drop-in for `optax.contrib.scale_by_muon`.
+
+    Args:
+      ns_coeffs: as in `orthogonalize`.
+      ns_steps: as in `orthogonalize`.
+      beta: as in `scale_by_momentum`.
+      eps: kept for optax's signature; the normalisation here is scale-invariant and needs none.
+      mu_dtype: as in `scale_by_momentum`.
+      nesterov: as in `scale_by_momentum`.
+      adaptive: as in `orthogonalize`.
+      preconditioning: as in `orthogonalize`.
+      weight_dimension_numbers: as in `orthogonalize`.
+      bias_correction: as in `scale_by_momentum`.
+      momentum: as in `scale_by_momentum`.
+      ns_method: as in `orthogonalize`.
+      ns_dtype: dtype to orthogonalise in; None is the momentum's.
+      ns_precision: as in `orthogonalize`.
+      orthogonalizer: as in `orthogonalize`; it gets the momentum mix.
+      param_shardings: as in `orthogonalize`.
+      mu_shardings: how the momentum is sharded, if not like the parameter, as in ZeRO-1 or in host
+        memory: a tree or a function like `param_shardings`.
+      strategy: as in `orthogonalize`.
+      max_workspace_bytes: as in `orthogonalize`.
+      device: as in `orthogonalize`.
+      update_dtype: dtype of the updates, at least; None is the gradient's.
+
+    Returns:
+      A transformation with a `MuonState`.
+
+    Raises:
+      ValueError, TypeError: for options out of range; at `init`, for leaves that make no matrix.
+
+    Example:
+      >>> tx = scale_by_muon("tight")
+      >>> grad = jnp.diag(jnp.array([1.0, 100.0]))
+      >>> update, state = tx.update(grad, tx.init(jnp.zeros((2, 2))))
+      >>> bool(jnp.allclose(update, jnp.eye(2), atol=0.05))
+      True
+    """
+    check_decay("eps", eps, below=math.inf)
+    check_float_dtype("update_dtype", update_dtype)
+    direction = Direction(
+        Momentum(beta, mu_dtype, nesterov, bias_correction, momentum),
+        make_orthogonalizer(
+            ns_coeffs,
+            ns_steps,
+            preconditioning=preconditioning,
+            method=ns_method,
+            precision=ns_precision,
+            orthogonalizer=orthogonalizer,
+            adaptive=adaptive,
+        ),
+        ExecutionOptions(strategy, max_workspace_bytes, device),
+        ns_dtype,
+        update_dtype,
+    )
+    bind = binder(weight_dimension_numbers, ShardingOptions(param_shardings, mu_shardings))
+    return matrix_transformation(direction.stage, bind)
+
+
+@dataclasses.dataclass(frozen=True)
+class Direction:
+    """Momentum and orthogonalisation, as one stage with one state.
+
+    Attributes:
+      momentum: what is kept, and what is orthogonalised of it.
+      orthogonalizer: how each matrix is orthogonalised.
+      execution: strategies, workspace and device.
+      ns_dtype: dtype to orthogonalise in; None is the momentum's.
+      update_dtype: dtype of the updates, at least; None is the gradient's.
+    """
+
+    momentum: Momentum
+    orthogonalizer: Orthogonalizer
+    execution: ExecutionOptions
+    ns_dtype: Any = None
+    update_dtype: Any = None
+
+    def __post_init__(self) -> None:
+        check_float_dtype("ns_dtype", self.ns_dtype)
+
+    @property
+    def stage(self) -> Stage:
+        """Its two functions."""
+        return Stage(self.init, self.update)
+
+    def init(self, params: Any, leaves: Sequence[BoundLeaf]) -> MuonState:
+        """A momentum of zeros, placed where it is declared to be."""
+        self.execution.check_patterns(leaves)
+        check_stays(params, leaves)
+        check_fits(params, leaves)
+        state = self.momentum.init_state(params)
+        where = [leaf.mu_sharding for leaf in leaves]
+        if not any(where):
+            return state
+        placed = to_memory_of(state.mu, place(to_device(state.mu), where))
+        return state._replace(mu=to_declared_memory(placed, where))
+
+    def update(
+        self, updates: Any, state: Any, params: Any, leaves: Sequence[BoundLeaf], **extra_args: Any
+    ) -> tuple[Any, MuonState]:
+        """Forms the momentum mix, orthogonalises it, and sends results to the parameters."""
+        del extra_args
+        check_belongs(state, updates)
+        check_stays(updates, leaves)
+        mu = graft(state.mu, updates)
+        like = updates if params is None else graft(params, updates)
+        ready = self.execution.prepare(updates, mu, like, leaves, self.ns_dtype)
+        count = jnp.asarray(optax.safe_increment(state.count))
+        weights = self.momentum.weights(count)
+        pairs = list(zip(jax.tree.leaves(ready.updates), jax.tree.leaves(mu), strict=True))
+        found = self.execution.run(ready.leaves, self.orthogonalizer, _MOMENTUM, weights, pairs)
+        treedef = jax.tree.structure(updates)
+        results = place(treedef.unflatten([result for result, _ in found]), ready.moves)
+        results = jax.tree.map(functools.partial(_cast_update, self.update_dtype), results, updates)
+        new = cast_like(treedef.unflatten([kept for _, kept in found]), state.mu)
+        return results, MuonState(count, place(new, [leaf.mu_sharding for leaf in leaves]))
+
+
+# A step of momentum on (gradient, buffer): the mix goes on, the new buffer is kept.
+_MOMENTUM = Elementwise(
+    prepare=lambda w, g, m: combine(w.mix, m, g),
+    keep=lambda w, g, m: (combine(w.keep, m, g),),
+)
+
+
+def _cast_update(update_dtype: Any, x: jax.Array, grad: jax.Array) -> jax.Array:
+    """`x` in the gradient's dtype, or in `update_dtype` at least."""
+    return x.astype(grad.dtype if update_dtype is None else wide_dtype(update_dtype, grad.dtype))

@@ -1,0 +1,62 @@
+"""Moments: zeros of the parameters' shardings to begin with, and the trees of them in a state."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from muon_optax.dtypes import wide_dtype
+from muon_optax.sharding.placement import is_abstract, is_on_host, to_device, to_host
+from muon_optax.transforms.momentum_state import MuonState
+
+__all__ = ["is_moments", "map_moments", "moment_dtype", "zeros_like_parameter"]
+
+
+def is_moments(x: Any) -> bool:
+    """Whether `x` is a state of Muon's or AdamW's moments."""
+    return isinstance(x, MuonState | optax.ScaleByAdamState)
+
+
+def map_moments(function: Callable[..., Any], state: Any, *others: Any) -> Any:
+    """Maps a function over the trees of moments, `mu` and `nu`, in a state.
+
+    Args:
+      function: gets a tree of moments, and those at its place in the other states.
+      state: the state of any chain of optax transformations.
+      others: states of the same structure but for the trees of moments.
+
+    Returns:
+      The state with the function's results; all else is as in `state`.
+    """
+
+    def mapped(x: Any, *rest: Any) -> Any:
+        names = [name for name in ("mu", "nu") if is_moments(x) and name in x._fields]
+        new = {n: function(getattr(x, n), *(getattr(r, n) for r in rest)) for n in names}
+        return x._replace(**new) if new else x
+
+    return jax.tree.map(mapped, state, *others, is_leaf=is_moments)
+
+
+def moment_dtype(wanted: Any, own: Any) -> jnp.dtype:
+    """The dtype to keep a moment in: the wanted one, complex where the parameter's own is."""
+    is_complex = jnp.issubdtype(own, jnp.complexfloating)
+    dtype = wide_dtype(wanted, jnp.complex64) if is_complex else jnp.finfo(wanted).dtype
+    return jax.dtypes.canonicalize_dtype(dtype)
+
+
+def zeros_like_parameter(param: Any, dtype: Any) -> Any:
+    """Zeros sharded like the parameter, also under `jit` on a mesh without a context.
+
+    In host memory too, where the parameter is offloaded; a shape struct where it is one.
+
+    `jnp.zeros_like` forgets the sharding there; a result that depends on the parameter's value
+    keeps it. NaN and infinity don't get through the `where`.
+    """
+    if is_abstract(param):
+        return jax.ShapeDtypeStruct(param.shape, dtype, sharding=param.sharding)
+    if isinstance(param, jax.Array):
+        zeros = jnp.where(False, to_device(param), jnp.zeros((), param.dtype)).astype(dtype)
+        return to_host(zeros) if is_on_host(param) else zeros
+    return jnp.zeros(param.shape, dtype)

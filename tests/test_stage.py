@@ -1,0 +1,77 @@
+"""Stages: their order, their states by name, and pieces that take the records of `muon`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from running import first_update, run
+
+from muon_optax import MatrixView, muon, scale_by_shape
+from muon_optax.transforms.stage import as_stage, in_order
+
+PARAMS = {"w": jnp.array([1.0, 2.0]), "b": jnp.array(3.0)}
+
+
+def transformation(stage: Any) -> Any:
+    return optax.GradientTransformation(
+        lambda params: stage.init(params, []),
+        lambda updates, state, params=None: stage.update(updates, state, params, []),
+    )
+
+
+def test_the_order_of_updates_is_not_that_of_states():
+    counted = optax.scale_by_schedule(lambda count: 10.0 + count)
+    stages = {"trace": as_stage(optax.trace(0.5)), "counted": as_stage(counted)}
+    tx = transformation(in_order(stages, ("counted", "trace")))
+    one = jnp.array(1.0)
+    updates, state, _ = run(tx, one, [one, one])
+    np.testing.assert_array_equal(updates, [10, 11 + 0.5 * 10])
+    assert isinstance(state["trace"], optax.TraceState)
+    assert int(state["counted"].count) == 2
+
+
+def test_in_the_given_order_it_is_a_chain():
+    parts = {
+        "adam": optax.scale_by_adam(),
+        "decay": optax.add_decayed_weights(0.1),
+        "sign": optax.scale(-1.0),
+    }
+    stages = {name: as_stage(part) for name, part in parts.items()}
+    ours, theirs = transformation(in_order(stages, list(parts))), optax.named_chain(*parts.items())
+    got, want = (list(run(tx, PARAMS, [PARAMS, PARAMS])) for tx in (ours, theirs))
+    got[1], want[1] = list(got[1].items()), list(want[1].items())
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_an_order_names_each_stage_once():
+    stages = {"a": as_stage(optax.scale(1.0)), "b": as_stage(optax.scale(1.0))}
+    for order in (["a"], ["a", "b", "b"], ["a", "c"]):
+        with pytest.raises(ValueError, match="the order must name each stage once"):
+            in_order(stages, order)
+
+
+def test_slots_of_muon_stand_where_they_are_said_to():
+    """Behind orthogonalisation, and last: the sign flips in between, and the rate comes before."""
+    grads = {"w": jnp.diag(jnp.array([3.0, 1.0]))}
+    shift = optax.stateless(lambda updates, params: jax.tree.map(lambda x: x + 1.0, updates))
+    plain = first_update(muon(0.5), grads)["w"]
+    after = first_update(muon(0.5, after_orthogonalization=shift), grads)["w"]
+    last = first_update(muon(0.5, last=shift), grads)["w"]
+    np.testing.assert_allclose(after, plain - 0.5, atol=1e-6)
+    np.testing.assert_allclose(last, plain + 1.0, atol=1e-6)
+
+
+def test_a_piece_in_a_slot_takes_the_views_of_muon():
+    """The scale by shape twice: each block of a fused leaf has its own factor."""
+    grads = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(4, 24)), jnp.float32)}
+    options: Any = {"muon_weight_dimension_numbers": MatrixView(0, 1, split=(16, 8))}
+    once = first_update(muon(1.0, scale="shape_scaling", **options), grads)["w"]
+    twice = first_update(
+        muon(1.0, scale="shape_scaling", after_orthogonalization=scale_by_shape(), **options), grads
+    )["w"]
+    factors = np.repeat([2.0, 2**0.5], [16, 8])
+    np.testing.assert_allclose(twice, once * factors, rtol=1e-6)
