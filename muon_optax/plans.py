@@ -26,6 +26,7 @@ class Plan:
       device: name of the device model.
 
     Example:
+      >>> import jax
       >>> found = plan({"w": jax.ShapeDtypeStruct((64, 256), "float32")}, device="h100")
       >>> [(row.leaves, row.strategy, row.reason) for row in found.rows]
       [(('w',), 'local', 'matrices are whole here')]
@@ -137,6 +138,7 @@ def plan(
       ValueError, TypeError: as `muon(...).init(params)` and its update do.
 
     Example:
+      >>> import jax
       >>> mesh = jax.sharding.AbstractMesh((8,), ("fsdp",))
       >>> rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
       >>> shape = jax.ShapeDtypeStruct((4096, 14336), "bfloat16")
