@@ -210,6 +210,20 @@ def test_metadata_that_does_not_fit_says_nothing(axes):
         sharded.jit(muon(0.1, FAST).update).lower(params, muon(0.1).init(params), params)
 
 
+@pytest.mark.parametrize(("axes", "is_read"), [(("x", "y"), True), (("y", None), False)])
+def test_on_axes_of_both_kinds_metadata_must_agree_with_the_type(axes, is_read):
+    mixed = make_mesh({"x": 2, "y": 4}, {"x": "explicit", "y": "auto"})
+    w = jax.device_put(reference.matrix(0, 16, 32), NamedSharding(mixed, P("x", "y")))
+    found = []
+    box = nn.Partitioned(w, axes)
+    jax.eval_shape(lambda tree: found.append(ShardingOptions().of(tree).params), {"w": box})
+    assert found == [{("w",): P(*axes)} if is_read else None]
+    tx: Any = muon(0.1, FAST)
+    updates, _ = sharded.jit(tx.update)({"w": box}, tx.init({"w": box}), {"w": box})
+    want = reference.muon(w, [w], learning_rate=0.1, rows=FAST)[0]
+    assert reference.relative_error(updates["w"].value, want) <= 1e-5
+
+
 def test_metadata_means_nothing_inside_a_shard_map():
     """There a block may have been gathered already."""
     tx: Any = muon(0.1)

@@ -87,4 +87,14 @@ def _fits(x: Any, declared: NamedSharding | PartitionSpec) -> bool:
     if mesh is None or (is_placed and not isinstance(x, Tracer)):
         return False
     spec = bare_spec(declared)
-    return _axes(spec) <= set(mesh.axis_names) and fits(spec, x.shape, mesh)
+    is_of_mesh = _axes(spec) <= set(mesh.axis_names) and fits(spec, x.shape, mesh)
+    return is_of_mesh and (not isinstance(x, jax.Array) or _agrees_with_type(x, spec))
+
+
+def _agrees_with_type(x: jax.Array, spec: PartitionSpec) -> bool:
+    """Whether the array's type, which says how it is sharded along Explicit axes, says the same."""
+    typed = jax.typeof(x).sharding
+    explicit = set(typed.mesh.explicit_axes)
+    said = [tuple(a for a in as_axes(entry) if a in explicit) for entry in spec]
+    said += [()] * (x.ndim - len(said))
+    return not explicit or said == [as_axes(entry) for entry in typed.spec.partitions]
