@@ -413,6 +413,10 @@ def test_the_pages_commands_run(tmp_path, monkeypatch):
     (row,) = data_of(*commands[-1].split())["rows"]
     assert (row["leaves"], row["spec"]) == (["attn.qkv_proj.weight"], "fsdp, -")
     assert all(f"`{name}`" in text for name in MODELS)
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert {str(x.dtype) for x in names["saved"].values()} == {"float8_e4m3fn", "float32"}
 
 
 # As a process

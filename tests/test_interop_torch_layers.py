@@ -188,6 +188,21 @@ def test_optimizer_states_of_conv1d():
     assert named(str(error.value)) == MENDED[()]
 
 
+def test_states_of_conv1d_go_back_in_the_order_of_the_running_optimizers():
+    net, dumps, _ = gpt2_run()
+    params = interop.from_state_dict(net.state_dict(), gpt2_params(), GPT2)
+    fresh = recipes.torch_muon(0.02, partition=hidden).init(params)
+    state = interop.from_optimizer_state(fresh, params, dumps, count=2, layout=GPT2)
+    back = interop.to_optimizer_state(state, params, dumps, layout=GPT2)
+    for dump, old in zip(back, dumps, strict=True):
+        for i, buffers in old["state"].items():
+            assert all(torch.equal(dump["state"][i][name], x) for name, x in buffers.items())
+    with pytest.raises(ValueError, match=r"conv1d_rules\(\)") as error:
+        interop.to_optimizer_state(state, params, dumps)
+    keys = [f"{path.removesuffix('kernel')}weight".replace("/", ".") for path in MENDED[()]]
+    assert named(str(error.value)) == keys
+
+
 def test_a_prefix_of_keys():
     """As docs/torch.md says."""
     layout = TorchLayout(GPT2.rules, rename=((r"^(?!head\.)", "transformer."),))

@@ -172,7 +172,10 @@ def to_optimizer_state(
     places = layout.places(params)
     buffers = _written(state, places, fields)
     counts = {int(x.count) for x in _all_moments(state)}
-    held, results, problems = set(), [], []
+    entries, _ = _entries(_as_sequence(dumps), names)
+    against = contradictions(layout, params, _shapes(entries))
+    problems = [f"{key}: {what}" for key, what in against.items()]
+    held, results = set(), []
     for dump, keys in zip(_as_sequence(dumps), _keys(_as_sequence(dumps), names), strict=True):
         problems += [f"{key}: no leaf has this name" for key in keys.values() if key not in buffers]
         held |= set(keys.values())
