@@ -193,7 +193,10 @@ def _decide(path: Segments, leaf: Any, choose: Choose) -> Decision:
     label, reason, view = choose(path, shape)
     bound = None if view is None else bind_view(view, shape)
     if bound is not None and jnp.dtype(dtype).itemsize < 2:
-        raise ValueError(f"dtype {dtype}: Muon needs 16 bits or more; label it 'adam'")
+        raise ValueError(
+            f"dtype {dtype}: Muon needs 16 bits or more; take the dtype that it is trained in "
+            "(muon_optax.models.as_trained, or --dtype), or label it 'adam'"
+        )
     return Decision(path, shape, dtype, label, reason, bound)
 
 
