@@ -267,9 +267,9 @@ def _exchanged_and_flops(
     assert solver is not None
     passes = solver.schedule.passes
     gram = work.rows**2 * max(4, work.itemsize)
-    # The two terms of `NewtonSchulz.flops`: products with X on slices, steps by the owner.
-    products = 4 * passes * work.rows**2 * work.columns
-    steps = (8 * len(solver.schedule.rows) - 6 * passes) * work.rows**3
+    # Products with X are done on slices, the steps by the owner.
+    is_half = work.itemsize < 4
+    products, steps = solver.gram_flops(work.rows, work.columns, is_half=is_half)
     return 2 * passes * owned * gram * (n - 1), count * products // n + owned * steps
 
 
