@@ -193,14 +193,15 @@ def plan(
     """
     check_float_dtype("mu_dtype", mu_dtype)
     check_float_dtype("ns_dtype", ns_dtype)
+    spread = Distribution(param_shardings, strategy, max_workspace_bytes, device)
     solver = make_solver(
         ns_coeffs,
         ns_steps,
         preconditioning=preconditioning,
         method=ns_method,
         orthogonalizer=orthogonalizer,
+        strategies=spread.strategies,
     )
-    spread = Distribution(param_shardings, strategy, max_workspace_bytes, device)
     check_rules(partition, params)
     assignment = assign(params, muon_weight_dimension_numbers, partition)
     ours, views = assignment.muon_part(params)

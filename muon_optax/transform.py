@@ -124,10 +124,11 @@ def orthogonalize(
       adaptive: multiply each matrix by its inner product with the input, the dual norm (arXiv
         2409.20325).
       preconditioning: how the matrix is brought into range; None is the schedule's own.
-      ns_method: 'standard', 'gram', or 'auto', the one with fewer operations.
+      ns_method: 'standard', 'gram', or 'auto': as in `newton_schulz`.
       ns_dtype: dtype to compute in; None is the update's.
       ns_precision: precision of the products, as in `jax.lax.dot`.
-      orthogonalizer: a function on (batch, m, n), used instead of Newton-Schulz.
+      orthogonalizer: a function on (batch, m, n), used instead of Newton-Schulz; not with the
+        strategy 'gram'.
       weight_dimension_numbers: a view, a tree of views, or a function that returns one; None takes
         every leaf for a [fan-in, fan-out] matrix.
       param_shardings: how the parameters lie: a tree (or a prefix of one) of NamedSharding,
@@ -151,6 +152,7 @@ def orthogonalize(
       [[1.0, 0.0], [0.0, 1.0]]
     """
     check_float_dtype("ns_dtype", ns_dtype)
+    spread = Distribution(param_shardings, strategy, max_workspace_bytes, device)
     solver = make_solver(
         ns_coeffs,
         ns_steps,
@@ -159,8 +161,8 @@ def orthogonalize(
         precision=ns_precision,
         orthogonalizer=orthogonalizer,
         adaptive=adaptive,
+        strategies=spread.strategies,
     )
-    spread = Distribution(param_shardings, strategy, max_workspace_bytes, device)
 
     def init(params):
         spread.check_patterns(params)
@@ -292,6 +294,9 @@ def scale_by_muon(
     buffer = Momentum(beta, mu_dtype, nesterov, bias_correction, momentum)
     check_float_dtype("ns_dtype", ns_dtype)
     check_float_dtype("update_dtype", update_dtype)
+    # Gradients go to where the momentum lies, and only results to where the parameters lie.
+    working_shardings = param_shardings if mu_shardings is None else mu_shardings
+    spread = Distribution(working_shardings, strategy, max_workspace_bytes, device)
     solver = make_solver(
         ns_coeffs,
         ns_steps,
@@ -300,10 +305,8 @@ def scale_by_muon(
         precision=ns_precision,
         orthogonalizer=orthogonalizer,
         adaptive=adaptive,
+        strategies=spread.strategies,
     )
-    # Gradients go to where the momentum lies, and only results to where the parameters lie.
-    working_shardings = param_shardings if mu_shardings is None else mu_shardings
-    spread = Distribution(working_shardings, strategy, max_workspace_bytes, device)
 
     def init(params):
         spread.check_patterns(params)

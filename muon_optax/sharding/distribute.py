@@ -43,7 +43,7 @@ class Distribution:
     device: str | DeviceModel = "auto"
 
     def __post_init__(self) -> None:
-        for name in _strategy_names(self.strategy):
+        for name in self.strategies:
             check_choice("strategy", name, ("auto", *STRATEGIES))
         limit = self.max_workspace_bytes
         check_static("max_workspace_bytes", limit)
@@ -55,6 +55,11 @@ class Distribution:
         for entry in jax.tree.leaves(self.param_shardings, is_leaf=is_spec):
             as_declared(entry)  # raises for what says nothing of a layout
         device_model(self.device, "cpu")  # raises for an unknown name; JAX isn't asked for devices
+
+    @property
+    def strategies(self) -> list[str]:
+        """Every strategy that is asked for, whatever its pattern."""
+        return _strategy_names(self.strategy)
 
     def check_patterns(self, tree: Any) -> None:
         """Raises for patterns of `strategy` that match no leaf, as a mistyped name does."""
@@ -132,7 +137,6 @@ class Distribution:
 
 
 def _strategy_names(strategy: Any) -> list[str]:
-    """Every strategy that is asked for, whatever its pattern."""
     if isinstance(strategy, str):
         return [strategy]
     if not isinstance(strategy, Sequence) or not all(map(_is_pair_of_strings, strategy)):

@@ -1,7 +1,7 @@
 """Orthogonalises the matrices that lie on one device, whole or as slices."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -109,11 +109,22 @@ def make_solver(
     orthogonalizer: Orthogonalizer | None,
     precision: PrecisionName | None = None,
     adaptive: bool = False,
+    strategies: Sequence[str] = (),
 ) -> Solver:
     """The solver that the options mean; all are checked, also what `orthogonalizer` leaves unused.
 
+    Args:
+      ns_coeffs: as in `muon_optax.orthogonalize`.
+      ns_steps: as in `muon_optax.orthogonalize`.
+      preconditioning: as in `muon_optax.orthogonalize`.
+      method: as `ns_method` in `muon_optax.orthogonalize`.
+      orthogonalizer: as in `muon_optax.orthogonalize`.
+      precision: as `ns_precision` in `muon_optax.orthogonalize`.
+      adaptive: as in `muon_optax.orthogonalize`.
+      strategies: all names that `strategy` has, whichever leaves they are for.
+
     Raises:
-      ValueError, TypeError: for options out of range.
+      ValueError, TypeError: for options out of range, or 'gram' with a function of the user's.
     """
     check_flag("adaptive", adaptive)
     check_choice("ns_method", method, get_args(Method))
@@ -126,6 +137,12 @@ def make_solver(
     check_static("orthogonalizer", orthogonalizer)
     if not callable(orthogonalizer):
         raise TypeError(f"orthogonalizer must be a function, got {orthogonalizer!r}")
+    if "gram" in strategies and not isinstance(orthogonalizer, NewtonSchulz):
+        raise ValueError(
+            f"strategy 'gram' multiplies slices of matrices by the Gram iteration's result, but "
+            f"orthogonalizer={orthogonalizer!r} needs whole matrices; allowed with a function are "
+            "'auto', 'all_to_all', 'gather' and 'local'"
+        )
     return Solver(orthogonalizer, adaptive)
 
 
