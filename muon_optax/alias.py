@@ -119,11 +119,12 @@ def muon(
       scale: 'shape_scaling' (default), 'match_rms_adamw', 'spectral', 'unit_rms_norm' or 'none';
         see `scale_by_shape`.
       scale_factor: multiplies any scale.
-      ns_method: 'standard', 'gram', or 'auto', the one with fewer operations.
+      ns_method: 'standard', 'gram', or 'auto': as in `newton_schulz`.
       ns_dtype: dtype to orthogonalise in; None is the momentum's.
       ns_precision: precision of the products, as in `jax.lax.dot`. The default means TF32 for
         float32 on recent GPUs and bfloat16 inputs on TPUs.
-      orthogonalizer: a function on (batch, m, n) used instead of Newton-Schulz.
+      orthogonalizer: a function on (batch, m, n) used instead of Newton-Schulz; not with the
+        strategy 'gram'.
       partition: ordered rules, or labels as `optax.partition` takes them; None is
         `default_rules()`.
       param_shardings: how the parameters are sharded: a tree (or a prefix of one) of NamedSharding,

@@ -412,7 +412,7 @@ def test_the_page_about_torch_runs():
         exec(code, found)
     before = [optimizer.state_dict() for optimizer in found["optimizers"]]
     assert same_bits(found["dumps"], before)
-    assert int(found["state"].inner_states["muon"].inner_state[0].count) == 3
+    assert int(found["state"].inner_states["muon"].inner_state["momentum"].count) == 3
     assert found["written"].keys() == found["tensors"].keys() - {"transformer.h.0.attn.bias"}
     assert same_bits(found["restored"], found["tensors"])
     square = found["params"]["h"]["0"]["attn"]["c_proj"]["kernel"]

@@ -15,7 +15,7 @@ from sharded import MATRIX, STACK, Leaf, make_mesh
 from shown import plan
 
 from benchmarks.compiled import read_program
-from muon_optax import DeviceModel, MatrixView, muon, scale_by_muon
+from muon_optax import DeviceModel, MatrixView, muon, orthogonalize, scale_by_muon
 from muon_optax import MuonDimensionNumbers as Dims
 from muon_optax.polar import NewtonSchulz, resolve_schedule
 from muon_optax.sharding.planning.loads import rest_owners
@@ -177,7 +177,6 @@ IMPOSSIBLE = [
     ("local", (64, 256), P("f"), {}, "is sharded"),
     ("gram", (64, 256), P("f"), {}, "the long side of a matrix, and that alone"),
     ("gram", (64, 256), P(), {}, "the long side of a matrix, and that alone"),
-    ("gram", (64, 256), P(None, "f"), {"orthogonalizer": jnp.negative}, "whole matrices"),
     ("gram", (64, 256), P(None, "f"), {"preconditioning": "spectral"}, "whole matrices"),
     (
         "gram",
@@ -314,3 +313,25 @@ def test_the_owners_of_a_rest_are_different_devices_and_even_over_replicas(repli
             assert len(set(owners.tolist()) & set(range(work.owners))) == count
             assert np.bincount(owners // shards).max() == -(-count // replicas)
             assert owners[0] == offset
+
+
+DOORS: dict[str, Any] = {
+    "muon": lambda **options: muon(0.1, **options),
+    "scale_by_muon": scale_by_muon,
+    "orthogonalize": orthogonalize,
+}
+
+
+@pytest.mark.parametrize("strategy", ["gram", [("a", "gather"), ("w", "gram")]], ids=str)
+@pytest.mark.parametrize("door", DOORS)
+def test_gram_with_a_function_is_an_error_at_construction(door, strategy):
+    function = lambda x: x  # noqa: E731
+    with pytest.raises(ValueError, match=r"(?s)'gram'.*<function.*allowed.*'all_to_all', 'gather'"):
+        DOORS[door](orthogonalizer=function, strategy=strategy)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_gram_with_our_own_iteration_is_fine(door):
+    DOORS[door](orthogonalizer=NewtonSchulz(resolve_schedule("tight")), strategy="gram")
+    with pytest.raises(TypeError, match="strategy must be a name or a sequence"):
+        DOORS[door](orthogonalizer=jnp.negative, strategy=[("w", "gram", "gather")])

@@ -63,7 +63,7 @@ def test_lengths_and_normalisations(name, steps, preconditioning, norm_factor):
 def test_restarts():
     restarts = {name: schedule.restarts for name, schedule in SCHEDULES.items()}
     assert restarts.pop("jordan") == restarts.pop("modded_nanogpt") == (3,)
-    assert restarts.pop("cans") == (2, 3)
+    assert restarts.pop("cans") == (1, 3)
     assert restarts.pop("deepseek_v4") == (3, 6, 9)
     assert restarts.pop("polar_express") == (3,)
     assert set(restarts.values()) == {(2,)}

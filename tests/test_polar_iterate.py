@@ -131,17 +131,19 @@ def test_half_precision_runs_compiled_and_is_accurate(shape, dtype, method):
     assert values.max() < 1.035
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("shape", [(30, 50), (50, 30), (40, 40)])
-def test_flops_are_those_of_the_products(shape, method):
+def test_flops_are_those_of_the_products(shape, method, dtype):
+    m, n = shape
     for name in ("jordan", "fast", "deepseek_v4"):
         function = NewtonSchulz(resolve_schedule(name), method)
         total = 0
-        for dot in dots(function, jnp.ones(shape)):
+        for dot in dots(function, jnp.ones(shape, dtype)):
             (left, _), _ = dot.params["dimension_numbers"]
             contracted = dot.invars[0].aval.shape[left[0]]
             total += 2 * contracted * int(np.prod(dot.outvars[0].aval.shape))
-        assert function.flops(*shape) == total
+        assert function.flops(m, n, dtype) == total
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -160,20 +162,47 @@ def test_precision_reaches_every_product():
             assert dot.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
 
 
-@pytest.mark.parametrize("precision", [None, "default", "bfloat16"])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_the_gram_methods_own_products_are_never_bfloat16(precision, dtype):
+@pytest.mark.parametrize("precision", [None, "default", "bfloat16", "high"])
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        ("float32", {"float32": 10 + 2 * 2}),
+        # In each of two passes one product from X, and two to X, one for each part of Q.
+        ("bfloat16", {"float32": 10, "bfloat16": 2 * 3}),
+    ],
+)
+def test_the_gram_methods_products_round_nothing(precision: Any, dtype, expected):
+    """On GPUs even 'high' means TF32."""
     function = NewtonSchulz(resolve_schedule("fast"), "gram", None, precision)
-    small = Counter()
+    seen = Counter()
     for dot in dots(function, jnp.ones((30, 50), dtype)):
-        if all(v.aval.shape == (30, 30) for v in dot.invars):
-            small[dot.params["precision"], dot.invars[0].aval.dtype.name] += 1
-    assert small == {((jax.lax.Precision.HIGH,) * 2, "float32"): 10}
+        assert dot.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
+        seen[dot.invars[0].aval.dtype.name] += 1
+    assert seen == expected
 
 
-def test_a_global_precision_is_kept():
+@pytest.mark.parametrize(
+    ("name", "precision", "expected"),
+    [
+        ("tight", None, None),
+        ("tight", "default", "default"),
+        ("cans", None, "highest"),
+        ("cans", "default", "default"),  # with a safety factor
+    ],
+)
+def test_float32_is_rounded_by_default_where_the_schedule_withstands_it(
+    name, precision: Any, expected
+):
+    schedule = resolve_schedule(name)
+    function = NewtonSchulz(schedule, "standard", precision=precision)
+    found = {dot.params["precision"] for dot in dots(function, jnp.ones((30, 50)))}
+    assert found == {expected and (jax.lax.Precision(expected),) * 2}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_global_precision_is_kept(method):
     with jax.default_matmul_precision("highest"):
-        function = NewtonSchulz(resolve_schedule("fast"), "gram")
+        function = NewtonSchulz(resolve_schedule("fast"), method)
         for dot in dots(function, jnp.ones((30, 50))):
             assert dot.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
 

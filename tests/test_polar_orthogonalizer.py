@@ -81,11 +81,32 @@ def test_the_method_with_fewer_operations_is_chosen():
 
     assert [chosen(200, n) for n in (200, 280, 320, 800)] == ["standard"] * 2 + ["gram"] * 2
     assert [chosen(n, 200) for n in (200, 280, 320, 800)] == ["standard"] * 2 + ["gram"] * 2
-    # Halved products move the break-even towards the square, float32 ones away from it.
+    # Halved products move the break-even towards the square.
     assert [chosen(1024, n) for n in (1024, 1408)] == ["standard", "gram"]
-    assert [chosen(200, n, dtype="bfloat16") for n in (320, 1600)] == ["standard", "gram"]
     assert chosen(200, 10**5, "deepseek_v4") == "gram"
     assert NewtonSchulz(JORDAN, "gram").chosen_method(8, 8, "float32") == "gram"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "on_cpu", "on_gpu"),
+    [
+        ("float32", None, "gram", "standard"),
+        ("float32", "highest", "gram", "gram"),
+        ("float32", "high", "standard", "standard"),
+        ("float32", "bfloat16", "standard", "standard"),
+        ("bfloat16", "highest", "standard", "standard"),
+        ("float16", None, "standard", "standard"),
+        ("complex64", None, "gram", "standard"),
+        ("float64", "default", "gram", "gram"),
+    ],
+)
+def test_the_gram_method_is_chosen_only_where_products_are_exact(
+    dtype, precision: Any, on_cpu, on_gpu, monkeypatch
+):
+    function = NewtonSchulz(JORDAN, precision=precision)
+    assert function.chosen_method(64, 6400, dtype) == on_cpu
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert function.chosen_method(64, 6400, dtype) == on_gpu
 
 
 def test_flops():

@@ -1,8 +1,12 @@
 """Newton–Schulz schedules by name, each with its source."""
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal
+
+import numpy as np
 
 __all__ = [
     "EXTENSIBLE",
@@ -46,6 +50,11 @@ _POLAR_EXPRESS: tuple[Row, ...] = (
 # A factor of Q grows by the leading coefficient in each step, and the rounding errors of R by its
 # square: up to about here float32 keeps four digits.
 _MAX_GROWTH = 45.0
+# Rounding a step's factor and its result to bfloat16 changes a singular value by up to about this
+# part, where equal entries are all rounded the same way; bfloat16 alone rounds by 2⁻⁸.
+_ROUNDING = 0.01
+# How far above a schedule's own maximum rounding may carry a singular value.
+_ALLOWED_EXCESS = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +70,6 @@ class Schedule:
       preconditioning: the norm that the input is divided by, see `muon_optax.polar.normalize`.
       norm_factor: the norm is multiplied by this.
       source: where the coefficients come from.
-      needs_float32: whether half-precision input is computed in float32: without a safety factor,
-        rounding carries a singular value out of the interval, where the iteration diverges.
 
     Example:
       >>> SCHEDULES["fast"].restarts, SCHEDULES["fast"].preconditioning
@@ -75,12 +82,86 @@ class Schedule:
     preconditioning: Preconditioning
     norm_factor: float
     source: str
-    needs_float32: bool = False
 
     @property
     def passes(self) -> int:
         """How often the Gram method touches X: from the start, and from each restart."""
         return len(self.restarts) + 1
+
+    @property
+    def maximum(self) -> float:
+        """The largest singular value that the schedule gives, in exact arithmetic.
+
+        Example:
+          >>> round(SCHEDULES["jordan"].maximum, 3), round(SCHEDULES["fast"].maximum, 3)
+          (1.202, 1.039)
+        """
+        return _largest(self.rows, self.norm_factor, 0.0)
+
+    @property
+    def withstands_rounding(self) -> bool:
+        """Whether singular values stay within 1.05 times the maximum in half precision.
+
+        Between two steps rounding may lift a singular value over the end of the interval that the
+        next quintic was made for, and past that end a quintic grows fast.
+
+        Example:
+          >>> SCHEDULES["jordan"].withstands_rounding, SCHEDULES["cans"].withstands_rounding
+          (True, False)
+        """
+        return _largest(self.rows, self.norm_factor, _ROUNDING) <= self._allowed
+
+    @property
+    def _allowed(self) -> float:
+        return (1 + _ALLOWED_EXCESS) * self.maximum
+
+    def with_safety(self) -> "Schedule":
+        """The schedule for half precision: itself if it withstands rounding, else a safer one.
+
+        Each row then takes its input divided by a safety factor, as Polar Express has it: the
+        smallest of 1.01, 1.02, ... 1.05 that is enough.
+
+        Example:
+          >>> SCHEDULES["turbo"].rows[0]
+          (4.6051, -9.6552, 5.6769)
+          >>> print("%.4f %.4f %.4f" % SCHEDULES["turbo"].with_safety().rows[0])
+          4.5595 -9.3712 5.4014
+          >>> SCHEDULES["tight"].with_safety() == SCHEDULES["tight"]
+          True
+        """
+        if self.withstands_rounding:
+            return self
+        for percent in range(1, 6):
+            rows = tuple(_safe(row, 1 + percent / 100) for row in self.rows)
+            if _largest(rows, self.norm_factor, _ROUNDING) <= self._allowed:
+                return dataclasses.replace(self, rows=rows)
+        return self
+
+
+@functools.lru_cache(maxsize=256)
+def _largest(rows: tuple[Row, ...], norm_factor: float, error: float) -> float:
+    """The largest singular value after all rows, for input in [0, 1 / norm_factor].
+
+    Args:
+      rows: the coefficients of each step.
+      norm_factor: of the schedule.
+      error: the input and the result of each step may be larger by this part of it.
+    """
+    upper = (1 + error) / norm_factor
+    for row in rows:
+        upper = (1 + error) * _largest_of_step(row, upper)
+        if not math.isfinite(upper):
+            return math.inf
+    return upper
+
+
+def _largest_of_step(row: Row, upper: float) -> float:
+    """The largest absolute value of ``ax + bx³ + cx⁵`` on [0, upper]."""
+    a, b, c = row
+    # The derivative a + 3bt + 5ct² has its zeros at t = x².
+    turns = np.roots(np.trim_zeros([5 * c, 3 * b, a], "f"))
+    inside = [t.real**0.5 for t in turns if t.imag == 0 and 0 < t.real < upper * upper]
+    return max(float(abs(x * (a + x * x * (b + x * x * c)))) for x in (*inside, upper))
 
 
 def gram_restarts(rows: Sequence[Row]) -> tuple[int, ...]:
@@ -113,7 +194,6 @@ def make_schedule(
     preconditioning: Preconditioning = "frobenius",
     norm_factor: float = 1.0,
     restarts: tuple[int, ...] | None = None,
-    needs_float32: bool = False,
 ) -> Schedule:
     """A `Schedule`; None for its restarts means those of `gram_restarts`.
 
@@ -122,13 +202,13 @@ def make_schedule(
       ()
     """
     restarts = gram_restarts(rows) if restarts is None else restarts
-    rows = tuple(rows)
-    return Schedule(name, rows, restarts, preconditioning, norm_factor, source, needs_float32)
+    return Schedule(name, tuple(rows), restarts, preconditioning, norm_factor, source)
 
 
-def _safe(row: Row) -> Row:
+def _safe(row: Row, factor: float = _SAFETY) -> Row:
+    """The row whose input is divided by `factor` first."""
     a, b, c = row
-    return (a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5)
+    return (a / factor, b / factor**3, c / factor**5)
 
 
 def _jordan(steps: int = 5) -> Schedule:
@@ -184,8 +264,8 @@ SCHEDULES: dict[str, Schedule] = {
                 (2.2737, -1.6447, 0.4162),
             ],
             "CANS, arXiv 2506.10935; has no safety factor",
-            restarts=(2, 3),
-            needs_float32=True,
+            # As many as by the rule and one more; after 2 and 3 a singular value can grow by 0.46%.
+            restarts=(1, 3),
         ),
         make_schedule(
             "turbo",

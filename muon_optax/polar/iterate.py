@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from muon_optax.polar.coefficients import Row, Schedule
 from muon_optax.polar.normalize import Map, identity, precondition, scaled
 from muon_optax.polar.symmetric import commuting_product, gram_matrix, product
 
-__all__ = ["GramExchange", "gram", "standard"]
+__all__ = ["ALONE", "GramExchange", "gram", "standard"]
 
 
 class GramExchange(NamedTuple):
@@ -70,26 +71,28 @@ def gram(
     schedule: Schedule,
     *,
     axis: int,
-    precision: str | None,
     exchange: GramExchange = ALONE,
 ) -> jax.Array:
     """The iteration on R = XXᴴ, which touches X only at the start, at restarts and at the end.
 
-    R and the product Q of the steps' factors are float32 at least: in half precision they diverge,
-    so their own products never have bfloat16 inputs either, the default on TPU.
+    R and the product Q of the steps' factors are float32 at least. Q magnifies small singular
+    values a hundredfold and large ones not at all, as a difference of large entries, so that its
+    rounding is felt most along large ones. So all products of float32 matrices have precision
+    'highest' (even 'high' means TF32 on GPUs), and in half precision Q is multiplied by X in two
+    parts, see `_apply`.
     Source: Dao AI Lab, "Gram Newton–Schulz", github.com/Dao-AILab/gram-newton-schulz.
 
     Args:
       x: (..., m, n), not empty; with an `exchange`, this device's slice along `axis`.
       schedule: the coefficients, the normalisation, and the restarts.
       axis: the long axis, -1 or -2.
-      precision: as in `jax.lax.dot_general`.
       exchange: Sums over the devices that hold `x`.
 
     Returns:
       An array like `x`.
     """
-    times = functools.partial(commuting_product, precision=_at_least_high(precision))
+    precision = "highest"
+    times = functools.partial(commuting_product, precision=precision)
     for start, end in itertools.pairwise((0, *schedule.restarts, len(schedule.rows))):
         r = exchange.reduce(gram_matrix(x, axis, precision))
         if start == 0:
@@ -98,7 +101,7 @@ def gram(
         else:
             r2, scale = times(r, r), None
         q = _gram_steps(schedule.rows[start:end], r, r2, times)
-        x = _apply(exchange.spread(q), scale, x, axis, precision)
+        x = _apply(exchange.spread(q), scale, x, axis, precision, split=True)
     return x
 
 
@@ -117,33 +120,52 @@ def _gram_steps(
     return q
 
 
-def _at_least_high(precision: str | None) -> str | None:
-    default = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
-    effective = precision or default
-    return "high" if effective in (None, "default", "fastest", "bfloat16") else precision
-
-
 def _factor(row: Row, a: jax.Array, a2: jax.Array) -> jax.Array:
     """The factor aI + bA + cA². With aI in it, its product with X needs no pass over X after it."""
-    return row[0] * jnp.eye(a.shape[-1], dtype=a.dtype) + row[1] * a + row[2] * a2
+    eye = jnp.eye(a.shape[-1], dtype=a.dtype)
+    eye = eye.reshape((1,) * (a.ndim - 2) + eye.shape)  # for jax.numpy_rank_promotion("raise")
+    return row[0] * eye + row[1] * a + row[2] * a2
 
 
 def _apply(
-    factor: jax.Array, scale: jax.Array | None, x: jax.Array, axis: int, precision: str | None
+    factor: jax.Array,
+    scale: jax.Array | None,
+    x: jax.Array,
+    axis: int,
+    precision: str | None,
+    split: bool = False,
 ) -> jax.Array:
     """``factor @ (scale * x)``, or its like for `axis` -2, rounded once, with no pass over `x`.
 
     In half precision the scale comes after the sum: float16 has no room for small factors.
+
+    Args:
+      factor: (..., m, m), float32 at least.
+      scale: (..., 1, 1) or (..., m, 1), or None for 1.
+      x: (..., m, n), or (..., n, m) for `axis` -2.
+      axis: the long axis of `x`.
+      precision: as in `jax.lax.dot_general`.
+      split: Whether in half precision two matrices are multiplied by `x`, the factor rounded and
+        what rounding took from it, so that the factor has 16 bits (bfloat16) or 22 (float16).
     """
+    is_half = x.dtype.itemsize < 4
     after = None
     if scale is not None:
         after = jnp.max(scale, -2, keepdims=True)
-        factor = scaled(factor, (scale / after if x.dtype.itemsize < 4 else scale).mT)
-    factor = factor.astype(x.dtype)
-    if axis == -1:
-        y = product(factor, x, (-1, -2), precision)
+        factor = scaled(factor, (scale / after if is_half else scale).mT)
+
+    def times_x(factor: jax.Array) -> jax.Array:
+        if axis == -1:
+            return product(factor, x, (-1, -2), precision)
+        return product(x, factor, (-1, -1), precision)
+
+    if is_half and split:
+        # Not by astype and back, which XLA takes for no change at all where it may keep precision.
+        info = jnp.finfo(x.dtype)
+        rounded = lax.reduce_precision(factor, info.nexp, info.nmant)
+        y = times_x(rounded.astype(x.dtype)) + times_x((factor - rounded).astype(x.dtype))
     else:
-        y = product(x, factor, (-1, -1), precision)
-    if after is not None and x.dtype.itemsize < 4:
+        y = times_x(factor.astype(x.dtype))
+    if after is not None and is_half:
         y = scaled(y, after)
     return y.astype(x.dtype)

@@ -22,6 +22,7 @@ __all__ = ["Method", "NewtonSchulz", "PrecisionName", "newton_schulz"]
 Method = Literal["auto", "standard", "gram"]
 PrecisionName = Literal["default", "high", "highest", "bfloat16", "tensorfloat32", "float32"]
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
+_FULL_PRECISION = ("highest", "float32")
 
 
 def newton_schulz(
@@ -43,17 +44,20 @@ def newton_schulz(
       x: (..., m, n), float16, bfloat16, float32, float64, complex64 or complex128.
       ns_coeffs: a schedule's name, a triple that every step uses, or one triple for each step.
       ns_steps: the number of steps; None means the schedule's own length, five for a triple.
-      method: 'standard', 'gram', or 'auto' for the one with fewer operations.
+      method: 'standard', 'gram', or 'auto': the one with fewer operations where products of
+        float32 are exact, which the Gram method needs, else 'standard'.
       preconditioning: the norm to divide by, 'frobenius', 'spectral', 'schatten' (the Schatten-4
         norm), 'schatten8', or 'aol', which changes the polar factor itself. None means the
         schedule's own.
       dtype: the dtype of the products, 'bfloat16', 'float16', 'float32' or 'float64'; None means
         `x`'s. Sums are float32 at least. Complex input is computed in a complex dtype of at least
         that precision.
-      precision: of the products, as in `jax.lax.dot_general`.
+      precision: of the products, as in `jax.lax.dot_general`. The Gram method's products of
+        float32 are always 'highest'.
 
     Returns:
-      An array of the shape and dtype of `x`.
+      An array of the shape and dtype of `x`. No singular value is above ``schedule.maximum`` by
+      more than 5% in half precision (or with products that round float32 to bfloat16), or 0.5%.
 
     Raises:
       TypeError: `x` is none of these dtypes, or an option has a wrong type.
@@ -106,6 +110,25 @@ class NewtonSchulz:
         _check_matrices(x)
         return _orthogonalize(self, x) if x.size else x
 
+    def rounds(self, dtype: DTypeLike) -> bool | None:
+        """Whether products of `dtype` round what they take in to fewer bits than float32 has.
+
+        None: they do on GPUs and TPUs, where JAX's default precision is TF32 or bfloat16, and don't
+        on CPU.
+
+        Example:
+          >>> orthogonalizer = NewtonSchulz(resolve_schedule("jordan"))
+          >>> [orthogonalizer.rounds(dtype) for dtype in ("bfloat16", "float32", "float64")]
+          [True, None, False]
+        """
+        if jnp.dtype(dtype).itemsize < 4:
+            return True
+        if jnp.finfo(dtype).bits > 32:
+            return False
+        default = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+        precision = self.precision or default
+        return None if precision is None else precision not in _FULL_PRECISION
+
     def on_slices(
         self, x: jax.Array, exchange: iterate.GramExchange, *, axis: Literal[-1, -2] = -1
     ) -> jax.Array:
@@ -135,55 +158,97 @@ class NewtonSchulz:
         if not x.size:
             return x
         y = _normalized(x, self.products_dtype(x.dtype), exchange.maximum)
-        y = iterate.gram(y, self.schedule, axis=axis, precision=self.precision, exchange=exchange)
-        return y.astype(x.dtype)
+        return self._gram(y, axis, exchange).astype(x.dtype)
 
     def chosen_method(self, m: int, n: int, dtype: DTypeLike) -> Literal["standard", "gram"]:
-        """The method for m×n matrices of `dtype`: for 'auto', the one with fewer operations.
+        """The method for m×n matrices of `dtype`.
+
+        For 'auto', it is the one with fewer operations, but 'standard' where products round what
+        they take in, as float32 does by default on the accelerators of this process: the Gram
+        method must not, and its products take several times as long there.
 
         Example:
-          >>> NewtonSchulz(resolve_schedule("jordan")).chosen_method(64, 256, "float32")
-          'gram'
+          >>> orthogonalizer = NewtonSchulz(resolve_schedule("jordan"))
+          >>> [orthogonalizer.chosen_method(64, 256, dtype) for dtype in ("float32", "bfloat16")]
+          ['gram', 'standard']
         """
         if self.method != "auto":
             return self.method
+        rounds = self.rounds(self.products_dtype(jnp.dtype(dtype)))
+        if rounds or (rounds is None and jax.default_backend() != "cpu"):
+            return "standard"
         m, n = sorted((m, n))
         steps, passes = len(self.schedule.rows), self.schedule.passes
         small, large = hermitian_flops(m, m), hermitian_flops(m, n) + 2 * m * m * n
         standard = steps * (large + small)
-        # The Gram method's small products are float32, which takes twice as long as a half.
-        weight = 2 if self.products_dtype(jnp.dtype(dtype)).itemsize < 4 else 1
-        gram = passes * large + (4 * steps - 3 * passes) * small * weight
+        gram = passes * large + (4 * steps - 3 * passes) * small
         return "gram" if gram < standard else "standard"
 
     def products_dtype(self, own: Any) -> Any:
         """The dtype of the products for input of dtype `own`.
 
         Example:
-          >>> NewtonSchulz(resolve_schedule("cans")).products_dtype(jnp.dtype("bfloat16"))
-          dtype('float32')
+          >>> NewtonSchulz(resolve_schedule("fast"), dtype="bfloat16").products_dtype("float32")
+          dtype(bfloat16)
         """
-        dtype = own if self.dtype is None else jnp.dtype(self.dtype)
-        if jnp.issubdtype(own, jnp.complexfloating):
-            return wide_dtype(dtype, jnp.complex64)
-        return wide_dtype(dtype) if self.schedule.needs_float32 else dtype
+        dtype = jnp.dtype(own if self.dtype is None else self.dtype)
+        is_complex = jnp.issubdtype(own, jnp.complexfloating)
+        return wide_dtype(dtype, jnp.complex64) if is_complex else dtype
 
     def flops(self, m: int, n: int, dtype: DTypeLike = "float32") -> int:
         """FLOPs for one m×n matrix of `dtype`, all products counted as dense.
 
-        A multiply-add is 2. Standard: T(4m²n + 2m³); Gram with r restarts: 4(r + 1)m²n + (8T −
-        6(r + 1))m³, for m <= n and T steps.
+        A multiply-add is 2. Standard: T(4m²n + 2m³) for m <= n and T steps; Gram: see `gram_flops`.
 
         Example:
           >>> NewtonSchulz(resolve_schedule("jordan"), method="standard").flops(10, 20)
           50000
         """
-        method = self.chosen_method(m, n, dtype)
+        if self.chosen_method(m, n, dtype) == "gram":
+            is_half = self.products_dtype(jnp.dtype(dtype)).itemsize < 4
+            return sum(self.gram_flops(m, n, is_half=is_half))
         m, n = sorted((m, n))
-        steps, passes = len(self.schedule.rows), self.schedule.passes
-        if method == "standard":
-            return steps * (4 * m**2 * n + 2 * m**3)
-        return 4 * passes * m**2 * n + (8 * steps - 6 * passes) * m**3
+        return len(self.schedule.rows) * (4 * m**2 * n + 2 * m**3)
+
+    def gram_flops(self, m: int, n: int, *, is_half: bool) -> tuple[int, int]:
+        """FLOPs of the Gram method: of the products with X, and of the small ones.
+
+        For m <= n, T steps and r restarts: 4(r + 1)m²n, or 6(r + 1)m²n in half precision, where Q
+        is multiplied in two parts; and (8T − 6(r + 1))m³.
+
+        Example:
+          >>> NewtonSchulz(resolve_schedule("jordan")).gram_flops(10, 20, is_half=False)
+          (16000, 28000)
+        """
+        m, n = sorted((m, n))
+        passes = self.schedule.passes
+        products = (6 if is_half else 4) * passes * m**2 * n
+        return products, (8 * len(self.schedule.rows) - 6 * passes) * m**3
+
+    def _standard(self, x: jax.Array, axis: Literal[-1, -2]) -> jax.Array:
+        schedule, precision = self.schedule, self.precision
+        rounds = self.rounds(x.dtype)
+        if rounds:
+            schedule = schedule.with_safety()
+        elif rounds is None and not schedule.withstands_rounding:
+            precision = "highest"
+        return iterate.standard(x, schedule, axis=axis, precision=precision)
+
+    def _gram(
+        self,
+        x: jax.Array,
+        axis: Literal[-1, -2],
+        exchange: iterate.GramExchange = iterate.ALONE,
+    ) -> jax.Array:
+        is_half = x.dtype.itemsize < 4
+        schedule = self.schedule.with_safety() if is_half else self.schedule
+        return iterate.gram(x, schedule, axis=axis, exchange=exchange)
+
+    def _iterated(self, x: jax.Array, axis: Literal[-1, -2]) -> jax.Array:
+        m, n = x.shape[-2:]
+        if self.chosen_method(m, n, x.dtype) == "standard":
+            return self._standard(x, axis)
+        return self._gram(x, axis)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -193,19 +258,12 @@ def _orthogonalize(config: NewtonSchulz, x: jax.Array) -> jax.Array:
     if m > n and y.dtype.itemsize < 4:
         # In half precision XLA's sums over columns take twice the time on CPU. The barriers keep it
         # from moving the transposition into the products again.
-        y = _iterated(config, lax.optimization_barrier(y.mT), -1)
+        y = config._iterated(lax.optimization_barrier(y.mT), -1)
         y = lax.optimization_barrier(y).mT
     else:
         # Else `x` would be kept, and scaled again for each of the products with it.
-        y = _iterated(config, lax.optimization_barrier(y), -1 if m <= n else -2)
+        y = config._iterated(lax.optimization_barrier(y), -1 if m <= n else -2)
     return y.astype(x.dtype)
-
-
-def _iterated(config: NewtonSchulz, x: jax.Array, axis: Literal[-1, -2]) -> jax.Array:
-    m, n = x.shape[-2:]
-    if config.chosen_method(m, n, x.dtype) == "gram":
-        return iterate.gram(x, config.schedule, axis=axis, precision=config.precision)
-    return iterate.standard(x, config.schedule, axis=axis, precision=config.precision)
 
 
 def _normalized(x: jax.Array, dtype: Any, maximum: Map = identity) -> jax.Array:

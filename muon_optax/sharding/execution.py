@@ -71,7 +71,7 @@ class ExecutionOptions:
     device: str | DeviceModel = "auto"
 
     def __post_init__(self) -> None:
-        for name in _strategy_names(self.strategy):
+        for name in self._asked:
             check_choice("strategy", name, ("auto", *STRATEGIES))
         limit = self.max_workspace_bytes
         check_static("max_workspace_bytes", limit)
@@ -81,6 +81,24 @@ class ExecutionOptions:
                 f"max_workspace_bytes must be a positive integer or None, got {limit!r}"
             )
         device_model(self.device, "cpu")  # raises for an unknown name; JAX isn't asked for devices
+
+    @property
+    def _asked(self) -> list[str]:
+        """Every strategy that is asked for, whatever its pattern."""
+        return _strategy_names(self.strategy)
+
+    def check_orthogonalizer(self, orthogonalizer: Orthogonalizer) -> None:
+        """Raises for a strategy that can't be had with a function of the user's."""
+        if orthogonalizer.newton_schulz is not None:
+            return
+        apart = {name for name, s in STRATEGIES.items() if s.needs_newton_schulz}
+        if asked := sorted(apart.intersection(self._asked)):
+            allowed = ("auto", *(name for name in STRATEGIES if name not in apart))
+            raise ValueError(
+                f"strategy {asked[0]!r} multiplies slices of matrices by the Gram iteration's "
+                f"result, but orthogonalizer={orthogonalizer.function!r} needs whole matrices; "
+                f"allowed with a function are {allowed}"
+            )
 
     def check_patterns(self, leaves: Sequence[BoundLeaf]) -> None:
         """Raises for patterns of `strategy` that match no leaf, as a mistyped name does."""
@@ -213,7 +231,6 @@ class ExecutionOptions:
 
 
 def _strategy_names(strategy: Any) -> list[str]:
-    """Every strategy that is asked for, whatever its pattern."""
     if isinstance(strategy, str):
         return [strategy]
     if not isinstance(strategy, Sequence) or not all(map(_is_pair_of_strings, strategy)):

@@ -149,6 +149,7 @@ class Direction:
 
     def __post_init__(self) -> None:
         check_float_dtype("ns_dtype", self.ns_dtype)
+        self.execution.check_orthogonalizer(self.orthogonalizer)
 
     @property
     def stage(self) -> Stage:

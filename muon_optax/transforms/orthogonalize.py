@@ -46,10 +46,11 @@ def orthogonalize(
       adaptive: multiply each matrix by its inner product with the input, the dual norm (arXiv
         2409.20325).
       preconditioning: how the matrix is brought into range; None is the schedule's own.
-      ns_method: 'standard', 'gram', or 'auto', the one with fewer operations.
+      ns_method: 'standard', 'gram', or 'auto': as in `newton_schulz`.
       ns_dtype: dtype to compute in; None is the update's.
       ns_precision: precision of the products, as in `jax.lax.dot`.
-      orthogonalizer: a function on (batch, m, n), used instead of Newton-Schulz.
+      orthogonalizer: a function on (batch, m, n), used instead of Newton-Schulz; not with the
+        strategy 'gram'.
       weight_dimension_numbers: a view, a tree of views, or a function that returns one; None takes
         every leaf for a [fan-in, fan-out] matrix.
       param_shardings: how the parameters are sharded: a tree (or a prefix of one) of NamedSharding,
@@ -84,6 +85,7 @@ def orthogonalize(
         orthogonalizer=orthogonalizer,
         adaptive=adaptive,
     )
+    options.check_orthogonalizer(iteration)
 
     def init(params, leaves):
         del params

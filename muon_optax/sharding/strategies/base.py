@@ -26,6 +26,8 @@ class Strategy(abc.ABC):
       has_owners: whether each matrix is whole on one device, its owner. Matrices then go in rounds
         of one for each owner, and what is left over may go another way.
       communicates: whether anything is sent. Only then can replicas divide the work.
+      needs_newton_schulz: whether it takes Newton-Schulz apart, so that no other function of
+        matrices can be used.
       copies_held: for each matrix that a device works on, how many of its size it holds at once:
         as slices and whole, before and after, or one where results replace their input.
     """
@@ -33,6 +35,7 @@ class Strategy(abc.ABC):
     name: ClassVar[str]
     has_owners: ClassVar[bool] = False
     communicates: ClassVar[bool] = True
+    needs_newton_schulz: ClassVar[bool] = False
     copies_held: ClassVar[int] = 4
 
     # Planning

@@ -24,6 +24,7 @@ class Gram(Strategy):
     """
 
     name = "gram"
+    needs_newton_schulz = True
 
     def why_impossible(self, leaf: BoundLeaf, newton_schulz: NewtonSchulz | None) -> str | None:
         view = leaf.view
@@ -55,11 +56,12 @@ class Gram(Strategy):
         return 2 * workload.schedule.passes * owned * gram_bytes * (workload.shards - 1)
 
     def flops(self, count: int, workload: Workload) -> int:
-        """The two terms of `NewtonSchulz.flops`: with X on slices, and the owner's steps."""
-        passes, steps = workload.schedule.passes, len(workload.schedule.rows)
-        with_slices = 4 * passes * workload.rows**2 * workload.columns
-        of_owner = (8 * steps - 6 * passes) * workload.rows**3
-        return count * with_slices // workload.shards + -(-count // workload.shards) * of_owner
+        """The matmuls with X on slices, and the steps of the owned Gram matrices."""
+        iteration, shards = workload.newton_schulz, workload.shards
+        assert iteration is not None
+        is_half = workload.itemsize < 4
+        with_slices, steps = iteration.gram_flops(workload.rows, workload.columns, is_half=is_half)
+        return count * with_slices // shards + -(-count // shards) * steps
 
     def collectives(self, workload: Workload) -> int:
         """In and out for each pass, the largest entries and the scales."""
