@@ -1,0 +1,216 @@
+"""Matrix views of Flax models, Linen and NNX, inferred from their parameters' names and shapes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from muon_optax.leaf_kinds import check_arrays, is_float_leaf, kind_of
+from muon_optax.matrix_view import MuonDimensionNumbers, bind_view
+from muon_optax.notices import warn_about
+from muon_optax.partition import check_rules
+from muon_optax.rules import Rule, Shape, default_rules, first_rule
+from muon_optax.tree_paths import (
+    Segments,
+    is_absent,
+    leaves_with_segments,
+    path_name,
+    raise_together,
+)
+from muon_optax.views.convolutions import Convolutions, sort_convolutions
+from muon_optax.views.inference import Known, infer_roles
+from muon_optax.views.stacks import Stacked, find_stacks
+from muon_optax.views.weights import Roles, Weight, bias_names, is_vector_name, merged_size, sizes
+
+__all__ = ["flax_matrix_views"]
+
+Scanned = Sequence[str] | str | Mapping[str, int]
+
+
+def flax_matrix_views(params: Any, *, scanned: Scanned = (), rules: Sequence[Rule] = ()) -> Any:
+    """Views for the weights of Flax's layers, and AdamW for what isn't surely a matrix.
+
+    Flax keeps kernels as [in, out], convolutions as [*window, in, out], attention as [in, heads,
+    head_dim] into heads and [heads, head_dim, out] out of them; `nn.scan` and `nnx.vmap` put an
+    axis of layers or experts at any place. Ranks don't tell these apart. What does: the bias beside
+    a weight, which has its output axes; scales of norms with a dim too many, and the dim that all
+    the leaves of a subtree share; weights that lead there and back, as the two of an MLP do; and
+    the names of attention's layers and of convolutions, where no size speaks against them.
+
+    Args:
+      params: a Linen parameter dict or an NNX state, of arrays or shape structs.
+      scanned: patterns (as in `Rule`) of subtrees that `nn.scan`, `nnx.scan` or `nnx.vmap` stacked.
+        Mostly they are found without. A mapping gives the place of the stacked axis as well:
+        {'layers': 1}; it becomes a batch axis.
+      rules: rules of your own, which come first: their views hold, 'adam' means no view, and
+        'muon' without a view that the leaf is a matrix whose axes are to be found.
+
+    Returns:
+      A tree like `params` for `muon_weight_dimension_numbers`: views, or None (AdamW) for
+      embeddings, heads, biases, norms, depthwise kernels, and weights whose axes nothing tells.
+      MuonWarnings name the latter, and convolutions that may have groups.
+
+    Raises:
+      ValueError: for patterns or rules that match nothing, rules that freeze, views and axes that
+        don't fit, or leaves that are no arrays.
+      TypeError: for a number alone, as the count that `optax.inject_hyperparams` calls it with.
+
+    Example:
+      >>> shapes = {"wi": (8, 64, 128), "wo": (8, 128, 64), "stem": (3, 3, 16, 32)}
+      >>> params = {n: {"kernel": jax.ShapeDtypeStruct(s, "float32")} for n, s in shapes.items()}
+      >>> views = flax_matrix_views(params)
+      >>> views["wo"]["kernel"], views["stem"]["kernel"]  # 8 matrices; one
+      (MuonDimensionNumbers(reduction_axis=(1,), output_axis=(2,)), \
+MuonDimensionNumbers(reduction_axis=(0, 1, 2), output_axis=(3,)))
+    """
+    leaves = leaves_with_segments(params)
+    check_arrays(leaves)
+    if jax.tree_util.all_leaves([params]) and not is_float_leaf(params):
+        raise TypeError(
+            f"flax_matrix_views takes a tree of parameters, got {kind_of(params)}; under "
+            "optax.inject_hyperparams pass static_args=('muon_weight_dimension_numbers',)"
+        )
+    shapes = {path: tuple(jnp.shape(x)) for path, x in leaves if is_float_leaf(x)}
+    given = _given(params, rules, shapes)
+    stacks = find_stacks(shapes, _declared(params, scanned, shapes))
+    found = _find(stacks, given)
+    views = {path: _view(stacks[path], roles) for path, roles in found.items()}
+    views |= {path: rule.view for path, rule in given.items() if rule.view is not None}
+    return jax.tree.structure(params).unflatten([views.get(path) for path, _ in leaves])
+
+
+def _given(
+    params: Any, rules: Sequence[Rule], shapes: Mapping[Segments, Shape]
+) -> dict[Segments, Rule]:
+    """The leaves that the user's own rules decide about."""
+    check_rules(tuple(rules), params)
+    frozen = [str(rule) for rule in rules if rule.label == "frozen"]
+    raise_together(frozen, "views freeze nothing; optax.partition over muon does. Got these rules:")
+    found = {path: first_rule(rules, path, shape) for path, shape in shapes.items()}
+    given = {path: rule for path, rule in found.items() if rule is not None}
+    problems = []
+    for path, rule in given.items():
+        try:
+            _ = rule.view is None or bind_view(rule.view, shapes[path])
+        except ValueError as error:
+            problems.append(f"{path_name(path)} by the rule {rule}: {error}")
+    raise_together(problems, "these rules' views don't fit:")
+    return given
+
+
+def _declared(
+    params: Any, scanned: Scanned, shapes: Mapping[Segments, Shape]
+) -> dict[Segments, int | None]:
+    """The leaves that the user declared stacked, and the axis where it was given."""
+    patterns = (scanned,) if isinstance(scanned, str) else scanned
+    axes = patterns if isinstance(patterns, Mapping) else dict.fromkeys(patterns)
+    stacks = [(Rule(pattern, "muon", "scanned"), axis) for pattern, axis in axes.items()]
+    places = leaves_with_segments(params, is_absent)
+    unused = [
+        repr(rule.pattern)
+        for rule, _ in stacks
+        if places and not any(rule.matches(path, ()) for path, _ in places)
+    ]
+    names = ", ".join(path_name(path) for path, _ in places[:20])
+    raise_together(unused, f"these patterns of `scanned` match nothing among {names}:")
+    declared = {
+        path: next((axis for rule, axis in stacks if rule.matches(path, ())), -1)
+        for path in shapes
+        if any(rule.matches(path, ()) for rule, _ in stacks)
+    }
+    raise_together(
+        [
+            f"{path_name(path)}: axis {axis} of shape {shapes[path]}"
+            for path, axis in declared.items()
+            if axis is not None and not 0 <= axis < len(shapes[path])
+        ],
+        "these leaves don't have the axis that `scanned` gives them, counted from 0:",
+    )
+    return declared
+
+
+def _find(stacks: Mapping[Segments, Stacked], given: Mapping[Segments, Rule]) -> Known:
+    """The roles of the leaves that get Muon; warns of those that nothing tells."""
+    weights = _weights(stacks)
+    known = infer_roles(weights)
+    convs = sort_convolutions(weights, known)
+    open_ones = {path: _layer_shape(leaf, known, convs) for path, leaf in stacks.items()}
+    adams = _adams({path: shape for path, shape in open_ones.items() if path not in given})
+    adams |= {path for path, rule in given.items() if rule.label == "adam" or rule.view}
+    muons = [w for w in weights if w.segments not in adams]
+    _warn_of_doubts([w for w in muons if w.segments not in known], stacks)
+    free = [w for w in muons if w.segments in known and w.segments not in given]
+    _warn_of_groups(free, convs)
+    doubtful = convs.depthwise | convs.one_channel | convs.grouped
+    return {
+        w.segments: known[w.segments]
+        for w in muons
+        if w.segments in known and (w.segments in given or w.segments not in doubtful)
+    }
+
+
+def _weights(stacks: Mapping[Segments, Stacked]) -> list[Weight]:
+    """The leaves of two dims or more, without stacked axes, that aren't biases or scales."""
+    cores = {leaf.names: leaf.core for leaf in stacks.values()}
+    found = []
+    for leaf in stacks.values():
+        *module, name = leaf.names or ("",)
+        if len(leaf.axes) < 2 or is_vector_name(name):
+            continue
+        biases = (cores.get((*module, bias)) for bias in bias_names(name))
+        bias = next((shape for shape in biases if shape is not None), None)
+        found.append(
+            Weight(leaf.segments, leaf.names, leaf.axes, leaf.core, bias, leaf.is_doubtful)
+        )
+    return found
+
+
+def _layer_shape(leaf: Stacked, known: Known, convs: Convolutions) -> Shape:
+    """What the rules see of a leaf: its matrix, or one layer's weight where that isn't known."""
+    roles = known.get(leaf.segments)
+    is_depthwise = leaf.segments in convs.depthwise
+    if roles is None or is_depthwise:
+        return leaf.core
+    return merged_size(leaf.core, roles.reduction), merged_size(leaf.core, roles.output)
+
+
+def _adams(shapes: Mapping[Segments, Shape]) -> set[Segments]:
+    """The leaves that aren't hidden matrices, as embeddings, heads and norms."""
+    rules = default_rules()
+    return {path for path, shape in shapes.items() if first_rule(rules, path, shape) is not None}
+
+
+def _view(leaf: Stacked, roles: Roles) -> MuonDimensionNumbers:
+    return MuonDimensionNumbers(sizes(leaf.axes, roles.reduction), sizes(leaf.axes, roles.output))
+
+
+def _warn_of_doubts(weights: Sequence[Weight], stacks: Mapping[Segments, Stacked]) -> None:
+    warn_about(
+        "flax_matrix_views can't tell the axes of these kernels, which get AdamW; declare their "
+        "views in rules=(Rule(pattern, 'muon', view=...),), or name the parts that scan or vmap "
+        "stacked in `scanned`, with the axis where nothing tells it: {'layers': 1}",
+        weights,
+    )
+    warn_about(
+        "norms with scales of more than one dim look stacked by scan or vmap; name these parts in "
+        "`scanned`, or their layers' views are wrong",
+        [leaf for leaf in stacks.values() if leaf.excess and leaf.base_rank == 1],
+    )
+
+
+def _warn_of_groups(weights: Sequence[Weight], convs: Convolutions) -> None:
+    cure = (
+        "They get AdamW. A rule says what they are: Rule(pattern, 'muon') for one matrix each, "
+        "Rule(pattern, 'adam') for depthwise ones, a MatrixView with heads for groups"
+    )
+    warn_about(
+        "these kernels have one input channel: they are depthwise, or the first convolution of "
+        f"grey images. {cure}",
+        [w for w in weights if w.segments in convs.one_channel],
+    )
+    warn_about(
+        "these convolutions may have groups (feature_group_count): no layer gives as many channels "
+        f"as they take. {cure}",
+        [w for w in weights if w.segments in convs.grouped],
+    )

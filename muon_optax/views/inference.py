@@ -1,0 +1,148 @@
+"""The axes of all the weights of a tree, from what is sure to what is likely.
+
+1. A bias beside a weight has its output axes.
+2. A name says convolution, and the window is one.
+3. Weights that lead there and back tell each other's axes, in the nearest module that has such.
+4. A weight is as one beside it that differs in the number of heads only.
+5. Names of attention's layers and of experts tell, where no size speaks against it.
+
+What none of these tells has no roles: nothing is guessed from a rank.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from muon_optax.tree_paths import Segments
+from muon_optax.views.evidence import Seen, by_bias, by_likeness, there_and_back
+from muon_optax.views.layer_names import (
+    by_name,
+    conv_by_name,
+    is_conv_name,
+    settle,
+    with_heads_merged,
+    with_parts_apart,
+)
+from muon_optax.views.weights import Roles, Weight
+
+__all__ = ["infer_roles"]
+
+_SCOPES = 3  # modules above a layer that are searched for weights that fit it
+_LONGEST_WINDOW = 16
+_MATRIX = Roles((), (0,), (1,))
+_TRANSPOSED = Roles((), (1,), (0,))
+
+Known = dict[Segments, Roles]
+Module = tuple[str, ...]
+
+
+def infer_roles(weights: Sequence[Weight]) -> Known:
+    """Finds the roles of the axes of weights.
+
+    Args:
+      weights: the weights of two dims or more that aren't biases or scales.
+
+    Returns:
+      The roles by path, without those that nothing tells.
+    """
+    search = _Search(weights)
+    search.settle(conv_by_name)
+    for up in range(1, _SCOPES + 1):
+        near = search.neighbours(up)
+        search.settle(lambda w, near=near: there_and_back(w.shape, near(w), not w.is_kernel))
+        near = search.neighbours(up)
+        search.settle(lambda w, near=near: by_likeness(w.shape, near(w)))
+    search.settle(lambda weight: by_name(weight, search.beside(weight)))
+    return {
+        w.segments: with_parts_apart(w, with_heads_merged(w, search.known[w.segments]))
+        for w in weights
+        if w.segments in search.known
+    }
+
+
+class _Search:
+    """Weights, and what is known of them so far."""
+
+    def __init__(self, weights: Sequence[Weight]):
+        self._weights = weights
+        self._modules: dict[Module, list[Weight]] = {}
+        for weight in weights:
+            self._modules.setdefault(_module(weight, 1), []).append(weight)
+        more = [w for w in weights if w.rank > 2]
+        self._options = {w.segments: by_bias(w.shape, w.bias) for w in more if w.bias is not None}
+        told = {path: found[0] for path, found in self._options.items() if len(found) == 1}
+        self.known: Known = _matrices(weights) | told
+        self._open = [
+            w
+            for w in more
+            if not w.is_doubtful and len(self._options.get(w.segments, ((), ()))) > 1
+        ]
+
+    def beside(self, weight: Weight) -> Sequence[Weight]:
+        """The weights of the same module, this one among them."""
+        return self._modules[_module(weight, 1)]
+
+    def settle(self, find: Callable[[Weight], Iterable[Roles]]) -> None:
+        """Takes what `find` tells of the weights that aren't known yet."""
+        found: Known = {}
+        for weight in self._open:
+            if weight.segments in self.known:
+                continue
+            allowed = self._options.get(weight.segments)
+            readings = {r for r in find(weight) if allowed is None or r in allowed}
+            roles = settle(weight, readings, self.beside(weight))
+            if roles is not None:
+                found[weight.segments] = roles
+        self.known |= found
+
+    def neighbours(self, up: int) -> Callable[[Weight], frozenset[Seen]]:
+        """The other weights below the module that is `up` above a weight's layer."""
+        wanted = {_module(w, up) for w in self._open if w.segments not in self.known}
+        scopes: dict[Module, Counter[Seen]] = {module: Counter() for module in wanted}
+        for weight in self._weights if wanted else ():
+            path = weight.layer_path
+            for module in {path[:n] for n in range(len(path))} & wanted:
+                scopes[module][self._seen(weight)] += 1
+
+        def others(weight: Weight) -> frozenset[Seen]:
+            scope, mine = scopes[_module(weight, up)], self._seen(weight)
+            return frozenset(seen for seen, count in scope.items() if seen != mine or count > 1)
+
+        return others
+
+    def _seen(self, weight: Weight) -> Seen:
+        return weight.shape, self.known.get(weight.segments)
+
+
+def _module(weight: Weight, up: int) -> Module:
+    return weight.layer_path[:-up]
+
+
+def _matrices(weights: Sequence[Weight]) -> Known:
+    """Roles of weights of two dims: [in, out], as Flax has it, if no bias says otherwise.
+
+    Biases beside oblong weights tell; other weights have the order of the nearest of these.
+    """
+    told: Known = {}
+    votes: dict[Module, set[Roles]] = {}
+    plain = [w for w in weights if w.rank == 2 and not w.is_doubtful and not _is_temporal(w)]
+    for weight in plain:
+        found = by_bias(weight.shape, weight.bias) if weight.bias is not None else ()
+        if found and len(set(weight.shape)) == 2:
+            told[weight.segments] = found[0]
+            for n in range(len(weight.layer_path)):
+                votes.setdefault(weight.layer_path[:n], set()).update(found)
+    for weight in plain:
+        nearest = next((v for n in _outwards(weight) if (v := votes.get(n))), {_MATRIX})
+        if weight.segments not in told and (len(nearest) == 1 or len(set(weight.shape)) == 1):
+            told[weight.segments] = _TRANSPOSED if nearest == {_TRANSPOSED} else _MATRIX
+    return told
+
+
+def _outwards(weight: Weight) -> list[Module]:
+    return [weight.layer_path[:n] for n in range(len(weight.layer_path) - 1, -1, -1)]
+
+
+def _is_temporal(weight: Weight) -> bool:
+    """Whether a weight is a convolution's without channels, [window, features]."""
+    is_short = weight.shape[0] <= _LONGEST_WINDOW < weight.shape[1]
+    return is_short and is_conv_name(weight.layer_tokens)
