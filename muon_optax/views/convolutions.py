@@ -17,7 +17,7 @@ __all__ = ["Convolutions", "sort_convolutions"]
 
 _RGB = 3
 _MOST_IMAGE_CHANNELS = 4
-_FIRST = {"stem", "patch", "patches", "patchify", "embed", "embedding"}
+_FIRST = {"stem", "patch", "patches", "patchify", "embed", "embedding", "in", "input", "init"}
 
 
 class Convolutions(NamedTuple):
@@ -48,6 +48,7 @@ def sort_convolutions(weights: Sequence[Weight], known: Mapping[Segments, Roles]
     """
     convs = [w for w in weights if w.rank > 2 and known.get(w.segments) == conv_roles(w.rank)]
     one = [w for w in convs if w.shape[-2] == 1 and math.prod(w.shape[:-2]) > 1]
+    one = [w for w in one if w.rank > 3 or w.tokens.isdisjoint(("attn", "attention"))]
     others = [w for w in weights if w.segments in known and w not in one]
     made = {merged_size(w.shape, known[w.segments].output) for w in others}
     depthwise = {w.segments for w in one if _is_depthwise(w, one, made)}

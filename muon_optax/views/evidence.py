@@ -8,20 +8,34 @@ way, they don't fit.
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from muon_optax.rules import Shape
 from muon_optax.views.weights import Roles, sizes
 
-__all__ = ["WIDEST", "Seen", "by_bias", "by_likeness", "conv_roles", "is_window", "there_and_back"]
+__all__ = ["Seen", "by_bias", "by_likeness", "conv_roles", "may_be_conv", "there_and_back"]
 
-_MOST_BATCH_AXES = 2
-_FUSED = (2, 3, 4)  # gate and up; query, key and value; the gates of an LSTM
+_MOST_BATCH_AXES = 3  # layers, experts or query, key and value, and heads
+_FUSED = (2, 3)  # gate and up; query, key and value
 _LONGEST_WINDOW = 16
-WIDEST = 8  # heads x head_dim over the width of the model, 4 at most in known models
+_WIDEST = 16  # heads x head_dim over a layer's inputs, 16 in DeepSeek's low-rank queries
 
-Seen = tuple[Shape, Roles | None]  # a weight beside another one, with its roles if they are known
+
+class Seen(NamedTuple):
+    """A weight as its neighbours see it.
+
+    Attributes:
+      shape: its shape.
+      roles: its roles, where they are known.
+      is_fused: whether its name allows an axis of query, key and value, or of gate and up.
+      is_attention: whether it is attention's; attention and other parts don't pair.
+    """
+
+    shape: Shape
+    roles: Roles | None = None
+    is_fused: bool = False
+    is_attention: bool = False
 
 
 class Reading(NamedTuple):
@@ -31,7 +45,7 @@ class Reading(NamedTuple):
     batch: Shape
     takes: Shape
     gives: Shape
-    is_conv: bool = False
+    is_fused: bool = False
 
 
 def conv_roles(rank: int) -> Roles:
@@ -39,7 +53,7 @@ def conv_roles(rank: int) -> Roles:
     return Roles((), tuple(range(rank - 1)), (rank - 1,))
 
 
-def is_window(leading: Shape) -> bool:
+def _is_window(leading: Shape) -> bool:
     """Whether the axes before the last two may be the window of a convolution."""
     return all(size <= _LONGEST_WINDOW for size in leading)
 
@@ -48,8 +62,8 @@ def is_window(leading: Shape) -> bool:
 def by_bias(shape: Shape, bias: Shape) -> tuple[Roles, ...]:
     """All ways to read a weight whose bias has its batch axes, at their places, and its outputs.
 
-    The outputs are the last axes, or in weights [out, in] the first ones. A square weight fits
-    both; of more dims, it is [in, out] then, as all of Flax's are.
+    The outputs are the last axes, or in weights [out, in] the first ones. Where equal sizes allow
+    both, the former come first.
     """
     usual, transposed = [], []
     for batch in _subsets(range(min(len(shape), len(bias)))):
@@ -64,7 +78,7 @@ def by_bias(shape: Shape, bias: Shape) -> tuple[Roles, ...]:
             usual.append(Roles(batch, rest[:-count], rest[-count:]))
         if sizes(shape, rest[:count]) == outputs:
             transposed.append(Roles(batch, rest[count:], rest[:count]))
-    return tuple(usual or transposed)
+    return (*usual, *transposed)
 
 
 def _subsets(axes: Iterable[int], most: int = _MOST_BATCH_AXES) -> Iterator[tuple[int, ...]]:
@@ -74,40 +88,45 @@ def _subsets(axes: Iterable[int], most: int = _MOST_BATCH_AXES) -> Iterator[tupl
 
 
 @functools.lru_cache(maxsize=4096)
-def there_and_back(shape: Shape, others: frozenset[Seen], is_einsum: bool) -> frozenset[Roles]:
+def there_and_back(weight: Seen, others: frozenset[Seen], may_transpose: bool) -> frozenset[Roles]:
     """The ways to read a weight in which some other one leads back from its outputs to its inputs.
 
     Args:
-      shape: the weight's, of three dims or more.
-      others: the shapes beside it, with their roles where they are known.
-      is_einsum: whether it may have its outputs before its inputs, as Gemma's gate and up have.
+      weight: a weight of three dims or more.
+      others: the weights beside it.
+      may_transpose: whether it may have its outputs before its inputs, as Gemma's gate and up.
 
     Returns:
       All of them; one, where this tells the weight's axes.
     """
-    back = {reading for other in others for reading in _readings_of(*other)}
-    fitting = [
-        mine
-        for mine in _readings(shape)
-        if any(_fits(mine, b) for b in back) and not _may_be_heads(mine)
-    ]
-    if all(mine.is_conv for mine in fitting):
-        fitting = []  # channels that fit don't make a convolution; they only make others doubtful
-    found = {mine.roles for mine in fitting}
-    if not found and is_einsum:
-        found = {
-            mine.roles
-            for mine in _transposed(shape)
-            if any(_fits(mine, b) and len(mine.batch) > len(b.batch) for b in back)
-        }
-    return frozenset(found)
+    back = {reading for other in others for reading in _readings_of(other)}
+    fitting = [mine for mine in _readings_of(weight) if any(_fits(mine, b) for b in back)]
+    if all(_may_be_heads(mine) for mine in fitting):
+        fitting = []  # these tell nothing by themselves, but make other readings doubtful
+    if not fitting and may_transpose:
+        mine = _transposed(weight.shape)
+        fitting = [mine] if any(_fits(mine, b) and mine.batch != b.batch for b in back) else []
+    return frozenset(mine.roles for mine in fitting)
 
 
-def _readings_of(shape: Shape, roles: Roles | None) -> Sequence[Reading]:
-    if roles is None:
-        return _readings(shape)
-    conv = [r for r in _readings(shape) if r.is_conv and r.roles == roles]
-    return [_reading(shape, *roles), *conv]
+@functools.lru_cache(maxsize=4096)
+def may_be_conv(shape: Shape, others: frozenset[Seen]) -> bool:
+    """Whether some other weight leads back from a convolution of this shape, by its channels."""
+    if not _is_window(shape[:-2]):
+        return False
+    channels = shape[-2:]
+    return any(
+        other.shape[-2:] == channels[::-1]
+        for other in others
+        if other.roles in (None, conv_roles(len(other.shape)), Roles((), (0,), (1,)))
+    )
+
+
+def _readings_of(weight: Seen) -> list[Reading]:
+    found = _readings(weight.shape)
+    if weight.roles is not None:
+        found = (_reading(weight.shape, *weight.roles),)
+    return [r._replace(is_fused=weight.is_fused) for r in found]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -116,20 +135,17 @@ def _readings(shape: Shape) -> tuple[Reading, ...]:
     found = []
     for batch in _subsets(range(len(shape) - 1)):
         rest = tuple(axis for axis in range(len(shape)) if axis not in batch)
-        found += [_reading(shape, batch, rest[:cut], rest[cut:]) for cut in range(1, len(rest))]
-    if len(shape) > 2 and is_window(shape[:-2]):
-        found.append(Reading(conv_roles(len(shape)), (), shape[-2:-1], shape[-1:], is_conv=True))
+        if not 2 <= len(rest) <= 3:  # heads and their dims on one side, one axis on the other
+            continue
+        cuts = {1, len(rest) - 1}
+        found += [_reading(shape, batch, rest[:cut], rest[cut:]) for cut in cuts]
     return tuple(found)
 
 
-@functools.lru_cache(maxsize=4096)
-def _transposed(shape: Shape) -> tuple[Reading, ...]:
-    """The ways to read a weight as a stack of matrices [out, in]."""
-    return tuple(
-        _reading(shape, r.roles.batch, r.roles.output, r.roles.reduction)
-        for r in _readings(shape)
-        if r.roles.batch and len(r.takes) == len(r.gives) == 1
-    )
+def _transposed(shape: Shape) -> Reading:
+    """A weight as a stack of matrices [out, in]."""
+    last = len(shape) - 1
+    return _reading(shape, tuple(range(last - 1)), (last,), (last - 1,))._replace(is_fused=True)
 
 
 def _reading(
@@ -140,18 +156,28 @@ def _reading(
 
 
 def _fits(one: Reading, other: Reading) -> bool:
-    """Whether the second leads back from the first: the same layers or experts, swapped sizes."""
-    if one.takes != other.gives or one.gives != other.takes:
+    """Whether the second leads back from the first: the same layers or experts, swapped sizes.
+
+    One of them may have two or three parts to each of the other's matrices.
+    """
+    if not (_feeds(one, other) and _feeds(other, one)):
         return False
     if one.batch == other.batch:
         return one.roles.batch == other.roles.batch
-    if one.is_conv or other.is_conv:
-        return False
-    longer, shorter = sorted((one.batch, other.batch), key=len, reverse=True)
-    return any(
-        size in _FUSED and (*longer[:k], *longer[k + 1 :]) == shorter
-        for k, size in enumerate(longer)
+    longer, shorter = sorted((one, other), key=lambda reading: len(reading.batch), reverse=True)
+    return longer.is_fused and any(
+        size in _FUSED and (*longer.batch[:k], *longer.batch[k + 1 :]) == shorter.batch
+        for k, size in enumerate(longer.batch)
     )
+
+
+def _feeds(one: Reading, other: Reading) -> bool:
+    """Whether the second takes what the first gives, of gate and up side by side the half."""
+    if one.gives == other.takes:
+        return True
+    is_stack = 0 < max(one.batch, default=0) < min(one.takes + other.takes)
+    is_single = len(one.gives) == len(other.takes) == 1
+    return one.is_fused and is_stack and is_single and one.gives[0] == 2 * other.takes[0]
 
 
 def _may_be_heads(reading: Reading) -> bool:
@@ -160,20 +186,27 @@ def _may_be_heads(reading: Reading) -> bool:
     [width, heads, head_dim] of equal last sizes looks like a stack of as many layers.
     """
     inner = math.prod(reading.takes) * math.prod(reading.gives)
-    return reading.takes == reading.gives and any(inner <= WIDEST * n for n in reading.batch)
+    is_wide = len(reading.batch) < 2 and all(inner > _WIDEST * n for n in reading.batch)
+    return reading.takes == reading.gives and not is_wide
 
 
-def by_likeness(shape: Shape, others: Iterable[Seen]) -> set[Roles]:
+def by_likeness(shape: Shape, others: Iterable[Seen], is_ordered: bool) -> set[Roles]:
     """The ways to read a weight as one beside it is that differs in the number of heads only.
 
     Keys and values have fewer heads than queries: [in, heads, head_dim] of the same first and last
     size; or, heads first, the same last two sizes.
+
+    Args:
+      shape: the weight's.
+      others: the shapes beside it, with their roles where they are known.
+      is_ordered: whether its inputs surely come before its outputs. An output projection may be
+        [out, heads, head_dim] too, as Praxis' is.
     """
     found, rank = set(), len(shape)
-    for other, roles in others:
+    for other, roles, *_ in others:
         if roles is None or len(other) < 3:
             continue
-        if rank == len(other) and len(roles.output) > 1:
+        if is_ordered and rank == len(other) and len(roles.output) > 1:
             kept = (*roles.batch, *roles.reduction, roles.output[-1])
             if sizes(shape, kept) == sizes(other, kept):
                 found.add(roles)

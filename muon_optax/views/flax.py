@@ -25,6 +25,29 @@ from muon_optax.views.weights import Roles, Weight, bias_names, is_vector_name, 
 
 __all__ = ["flax_matrix_views"]
 
+_MOST_NAMES = 100  # in one warning: what it names is trained in another way than meant
+_DOUBTS = (
+    "flax_matrix_views can't tell the axes of these kernels, which get AdamW; declare their views "
+    "in rules=(Rule(pattern, 'muon', view=...),), or name the parts that scan or vmap stacked in "
+    "`scanned`, with the axis where nothing tells it: {'layers': 1}"
+)
+_STACKED_NORMS = (
+    "norms with scales of more than one dim look stacked by scan or vmap, but not all the leaves "
+    "around them do; name what is stacked in `scanned`"
+)
+_ONE_CHANNEL = (
+    "these kernels have one input channel: they are depthwise, or the first convolution of grey "
+    "images"
+)
+_GROUPS = (
+    "these convolutions may have groups (feature_group_count), as no layer gives the channels that "
+    "they take, or they give many more"
+)
+_CURE = (
+    "They get AdamW. Rules tell: Rule(pattern, 'muon') makes one matrix of each, Rule(pattern, "
+    "'adam') is for depthwise ones, and a view MatrixView(..., heads=groups) for groups"
+)
+
 Scanned = Sequence[str] | str | Mapping[str, int]
 
 
@@ -88,7 +111,8 @@ def _given(
     frozen = [str(rule) for rule in rules if rule.label == "frozen"]
     raise_together(frozen, "views freeze nothing; optax.partition over muon does. Got these rules:")
     found = {path: first_rule(rules, path, shape) for path, shape in shapes.items()}
-    given = {path: rule for path, rule in found.items() if rule is not None}
+    usual = default_rules()  # these are asked about one layer's matrix
+    given = {path: rule for path, rule in found.items() if rule is not None and rule not in usual}
     problems = []
     for path, rule in given.items():
         try:
@@ -135,19 +159,15 @@ def _find(stacks: Mapping[Segments, Stacked], given: Mapping[Segments, Rule]) ->
     weights = _weights(stacks)
     known = infer_roles(weights)
     convs = sort_convolutions(weights, known)
-    open_ones = {path: _layer_shape(leaf, known, convs) for path, leaf in stacks.items()}
-    adams = _adams({path: shape for path, shape in open_ones.items() if path not in given})
+    adams = _adams({p: _layer(x, known) for p, x in stacks.items() if p not in given})
     adams |= {path for path, rule in given.items() if rule.label == "adam" or rule.view}
-    muons = [w for w in weights if w.segments not in adams]
-    _warn_of_doubts([w for w in muons if w.segments not in known], stacks)
-    free = [w for w in muons if w.segments in known and w.segments not in given]
-    _warn_of_groups(free, convs)
-    doubtful = convs.depthwise | convs.one_channel | convs.grouped
-    return {
-        w.segments: known[w.segments]
-        for w in muons
-        if w.segments in known and (w.segments in given or w.segments not in doubtful)
-    }
+    muons = {w.segments for w in weights} - adams
+    unknown = muons - known.keys()
+    warn_about(_DOUBTS, [x for p, x in stacks.items() if p in unknown], _MOST_NAMES)
+    warn_about(_STACKED_NORMS, [x for x in stacks.values() if x.is_unexplained], _MOST_NAMES)
+    doubtful = set().union(*convs) - given.keys()
+    _warn_of_groups({p: x for p, x in stacks.items() if p in muons & doubtful}, convs)
+    return {path: known[path] for path in muons & known.keys() - doubtful}
 
 
 def _weights(stacks: Mapping[Segments, Stacked]) -> list[Weight]:
@@ -160,18 +180,17 @@ def _weights(stacks: Mapping[Segments, Stacked]) -> list[Weight]:
             continue
         biases = (cores.get((*module, bias)) for bias in bias_names(name))
         bias = next((shape for shape in biases if shape is not None), None)
-        found.append(
-            Weight(leaf.segments, leaf.names, leaf.axes, leaf.core, bias, leaf.is_doubtful)
-        )
+        doubts = leaf.is_doubtful, leaf.stack_places
+        found.append(Weight(leaf.segments, leaf.names, leaf.axes, leaf.core, bias, *doubts))
     return found
 
 
-def _layer_shape(leaf: Stacked, known: Known, convs: Convolutions) -> Shape:
-    """What the rules see of a leaf: its matrix, or one layer's weight where that isn't known."""
-    roles = known.get(leaf.segments)
-    is_depthwise = leaf.segments in convs.depthwise
-    if roles is None or is_depthwise:
+def _layer(leaf: Stacked, known: Known) -> Shape:
+    """The shape that rules see: the matrix, so that none takes heads or layers for a window."""
+    if len(leaf.axes) < 2:
         return leaf.core
+    last = len(leaf.axes) - 1
+    roles = known.get(leaf.segments, Roles((), tuple(range(last)), (last,)))
     return merged_size(leaf.core, roles.reduction), merged_size(leaf.core, roles.output)
 
 
@@ -185,32 +204,7 @@ def _view(leaf: Stacked, roles: Roles) -> MuonDimensionNumbers:
     return MuonDimensionNumbers(sizes(leaf.axes, roles.reduction), sizes(leaf.axes, roles.output))
 
 
-def _warn_of_doubts(weights: Sequence[Weight], stacks: Mapping[Segments, Stacked]) -> None:
-    warn_about(
-        "flax_matrix_views can't tell the axes of these kernels, which get AdamW; declare their "
-        "views in rules=(Rule(pattern, 'muon', view=...),), or name the parts that scan or vmap "
-        "stacked in `scanned`, with the axis where nothing tells it: {'layers': 1}",
-        weights,
-    )
-    warn_about(
-        "norms with scales of more than one dim look stacked by scan or vmap; name these parts in "
-        "`scanned`, or their layers' views are wrong",
-        [leaf for leaf in stacks.values() if leaf.excess and leaf.base_rank == 1],
-    )
-
-
-def _warn_of_groups(weights: Sequence[Weight], convs: Convolutions) -> None:
-    cure = (
-        "They get AdamW. A rule says what they are: Rule(pattern, 'muon') for one matrix each, "
-        "Rule(pattern, 'adam') for depthwise ones, a MatrixView with heads for groups"
-    )
-    warn_about(
-        "these kernels have one input channel: they are depthwise, or the first convolution of "
-        f"grey images. {cure}",
-        [w for w in weights if w.segments in convs.one_channel],
-    )
-    warn_about(
-        "these convolutions may have groups (feature_group_count): no layer gives as many channels "
-        f"as they take. {cure}",
-        [w for w in weights if w.segments in convs.grouped],
-    )
+def _warn_of_groups(leaves: Mapping[Segments, Stacked], convs: Convolutions) -> None:
+    for message, paths in ((_ONE_CHANNEL, convs.one_channel), (_GROUPS, convs.grouped)):
+        found = [leaf for path, leaf in leaves.items() if path in paths]
+        warn_about(f"{message}. {_CURE}", found, _MOST_NAMES)

@@ -13,12 +13,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from muon_optax.tree_paths import Segments
-from muon_optax.views.evidence import Seen, by_bias, by_likeness, there_and_back
+from muon_optax.views.evidence import Seen, by_bias, by_likeness, may_be_conv, there_and_back
 from muon_optax.views.layer_names import (
     by_name,
     conv_by_name,
+    has_inputs_first,
+    is_conv_like,
     is_conv_name,
-    settle,
+    is_fused_name,
+    is_matmul_name,
+    is_of_attention,
+    may_transpose,
     with_heads_merged,
     with_parts_apart,
 )
@@ -45,18 +50,32 @@ def infer_roles(weights: Sequence[Weight]) -> Known:
       The roles by path, without those that nothing tells.
     """
     search = _Search(weights)
-    search.settle(conv_by_name)
     for up in range(1, _SCOPES + 1):
         near = search.neighbours(up)
-        search.settle(lambda w, near=near: there_and_back(w.shape, near(w), not w.is_kernel))
-        near = search.neighbours(up)
-        search.settle(lambda w, near=near: by_likeness(w.shape, near(w)))
+        search.settle(lambda weight, near=near: _by_pairs(weight, near(weight)))
+        if up == 1:
+            near = search.neighbours(up)
+            search.settle(lambda weight, near=near: _by_likeness(weight, near(weight)))
     search.settle(lambda weight: by_name(weight, search.beside(weight)))
     return {
         w.segments: with_parts_apart(w, with_heads_merged(w, search.known[w.segments]))
         for w in weights
         if w.segments in search.known
     }
+
+
+def _by_pairs(weight: Weight, near: frozenset[Seen]) -> Iterable[Roles]:
+    found = there_and_back(_seen(weight, None), near, may_transpose(weight))
+    is_stack = any(roles.batch for roles in found) and not is_matmul_name(weight)
+    return () if is_stack and may_be_conv(weight.shape, near) else found
+
+
+def _by_likeness(weight: Weight, near: frozenset[Seen]) -> Iterable[Roles]:
+    return by_likeness(weight.shape, near, has_inputs_first(weight))
+
+
+def _seen(weight: Weight, roles: Roles | None) -> Seen:
+    return Seen(weight.shape, roles, is_fused_name(weight), is_of_attention(weight))
 
 
 class _Search:
@@ -67,15 +86,24 @@ class _Search:
         self._modules: dict[Module, list[Weight]] = {}
         for weight in weights:
             self._modules.setdefault(_module(weight, 1), []).append(weight)
-        more = [w for w in weights if w.rank > 2]
-        self._options = {w.segments: by_bias(w.shape, w.bias) for w in more if w.bias is not None}
-        told = {path: found[0] for path, found in self._options.items() if len(found) == 1}
-        self.known: Known = _matrices(weights) | told
-        self._open = [
-            w
-            for w in more
-            if not w.is_doubtful and len(self._options.get(w.segments, ((), ()))) > 1
-        ]
+        self.known: Known = _matrices(weights)
+        self._options: dict[Segments, list[Roles]] = {}
+        self._open: list[Weight] = []
+        for weight in weights:
+            if weight.rank > 2:
+                self._begin(weight)
+
+    def _begin(self, weight: Weight) -> None:
+        """Takes what a weight tells by itself: its bias, or a name of convolutions."""
+        options = None if weight.bias is None else _by_bias(weight)
+        if options is None and is_conv_like(weight):
+            options = [] if weight.is_doubtful else conv_by_name(weight)
+        if options is not None and len(options) == 1:
+            self.known[weight.segments] = options[0]
+        elif not weight.is_doubtful and (options is None or _is_one_order(options)):
+            self._open.append(weight)
+        if options:
+            self._options[weight.segments] = options
 
     def beside(self, weight: Weight) -> Sequence[Weight]:
         """The weights of the same module, this one among them."""
@@ -89,9 +117,10 @@ class _Search:
                 continue
             allowed = self._options.get(weight.segments)
             readings = {r for r in find(weight) if allowed is None or r in allowed}
-            roles = settle(weight, readings, self.beside(weight))
-            if roles is not None:
-                found[weight.segments] = roles
+            named = by_name(weight, self.beside(weight)) if len(readings) > 1 else set()
+            chosen = readings & named or readings
+            if len(chosen) == 1:
+                found[weight.segments] = chosen.pop()
         self.known |= found
 
     def neighbours(self, up: int) -> Callable[[Weight], frozenset[Seen]]:
@@ -101,20 +130,39 @@ class _Search:
         for weight in self._weights if wanted else ():
             path = weight.layer_path
             for module in {path[:n] for n in range(len(path))} & wanted:
-                scopes[module][self._seen(weight)] += 1
+                scopes[module][_seen(weight, self.known.get(weight.segments))] += 1
 
         def others(weight: Weight) -> frozenset[Seen]:
-            scope, mine = scopes[_module(weight, up)], self._seen(weight)
-            return frozenset(seen for seen, count in scope.items() if seen != mine or count > 1)
+            scope, mine = scopes[_module(weight, up)], _seen(weight, None)
+            return frozenset(
+                seen
+                for seen, count in scope.items()
+                if seen.is_attention == mine.is_attention and (seen != mine or count > 1)
+            )
 
         return others
-
-    def _seen(self, weight: Weight) -> Seen:
-        return weight.shape, self.known.get(weight.segments)
 
 
 def _module(weight: Weight, up: int) -> Module:
     return weight.layer_path[:-up]
+
+
+def _is_one_order(options: Sequence[Roles]) -> bool:
+    """Whether all of some readings, one or more, have inputs first, as neighbours are read."""
+    return bool(options) and all(roles.reduction < roles.output for roles in options)
+
+
+def _by_bias(weight: Weight) -> list[Roles]:
+    """What the bias says; Flax's own layers have their inputs first where that may be."""
+    assert weight.bias is not None
+    found = by_bias(weight.shape, weight.bias)
+    ordered = [roles for roles in found if roles.reduction < roles.output]
+    if weight.is_kernel and ordered:
+        return ordered
+    square = {Roles(roles.batch, roles.output, roles.reduction) for roles in ordered}
+    others = [r for r in found if r not in ordered and r not in square]
+    plain = [r for r in others if r.output == (len(r.batch),)]
+    return ordered + (plain if ordered else others)
 
 
 def _matrices(weights: Sequence[Weight]) -> Known:
@@ -127,7 +175,7 @@ def _matrices(weights: Sequence[Weight]) -> Known:
     plain = [w for w in weights if w.rank == 2 and not w.is_doubtful and not _is_temporal(w)]
     for weight in plain:
         found = by_bias(weight.shape, weight.bias) if weight.bias is not None else ()
-        if found and len(set(weight.shape)) == 2:
+        if len(found) == 1:
             told[weight.segments] = found[0]
             for n in range(len(weight.layer_path)):
                 votes.setdefault(weight.layer_path[:n], set()).update(found)

@@ -4,25 +4,32 @@ import math
 from collections.abc import Sequence
 
 from muon_optax.rules import Shape
-from muon_optax.views.evidence import WIDEST, conv_roles
+from muon_optax.views.evidence import conv_roles
 from muon_optax.views.weights import Roles, Weight
 
 __all__ = [
     "by_name",
     "conv_by_name",
+    "has_inputs_first",
     "is_conv_name",
-    "settle",
+    "is_fused_name",
+    "is_matmul_name",
+    "is_of_attention",
+    "may_transpose",
     "with_heads_merged",
     "with_parts_apart",
 ]
 
 _INTO_HEADS = {"query", "key", "value", "queries", "keys", "values", "q", "k", "v", "qkv", "kv"}
 _INTO_HEADS |= {f"w{name}" for name in ("q", "k", "v", "qkv", "kv")}
-_OUT_OF_HEADS = {"out", "o", "output", "wo"}
+_OUT_OF_HEADS = {"out", "o", "output", "post", "wo"}
 _FUSED = {"qkv": 3, "wqkv": 3, "kv": 2, "wkv": 2}
+_GATES = {"gate", "gated", "gating", "glu", "swiglu", "geglu", "wi", "up", "in", "fused"}
+_ATTENTION = {"attn", "attention"}
 _EXPERTS = {"expert", "experts", "moe"}
 _MATMULS = {"dense", "linear", "einsum", "mlp", "ffn", "ff", "feed", "feedforward", "wi", "wo"}
-_MATMULS |= {"gate", "gating", "attn", "attention", "up", "down"} | _EXPERTS | _INTO_HEADS
+_MATMULS |= {"gate", "gating", "up", "down"} | _ATTENTION | _EXPERTS | _INTO_HEADS
+_WIDEST = 8  # heads x head_dim over the width of the model, 4 at most in known models
 _CONV_LIKE = {"stem", "patch", "patches", "patchify", "downsample", "shortcut"}
 
 
@@ -31,14 +38,39 @@ def is_conv_name(tokens: frozenset[str]) -> bool:
     return any(token.startswith("conv") or token.endswith("conv") for token in tokens)
 
 
-def conv_by_name(weight: Weight) -> set[Roles]:
-    """[*window, in, out], where the name says convolution and the window is one.
+def is_conv_like(weight: Weight) -> bool:
+    """Whether a layer is called as convolutions are, or as what mostly is one in two dims."""
+    tokens = weight.layer_tokens
+    return is_conv_name(tokens) or (weight.rank > 3 and not _CONV_LIKE.isdisjoint(tokens))
 
-    Sides of a window are equal, or 1. Other sizes may be a stack of convolutions of fewer dims.
+
+def conv_by_name(weight: Weight) -> list[Roles]:
+    """[*window, in, out] of a layer called convolution, where the window is one.
+
+    Sides of a window are equal, or 1. Other sizes may be a stack of convolutions of fewer dims, and
+    so may sizes that all the leaves around have at this place.
     """
-    tokens, window = weight.layer_tokens, weight.shape[:-2]
-    is_named = is_conv_name(tokens) or (len(window) > 1 and not _CONV_LIKE.isdisjoint(tokens))
-    return {conv_roles(weight.rank)} if is_named and len({*window} - {1}) < 2 else set()
+    window = weight.shape[:-2]
+    is_window = len({*window} - {1}) < 2 and len(window) <= 3
+    may_be_stack = not weight.stack_places.isdisjoint(range(len(window))) and len(window) > 1
+    return [conv_roles(weight.rank)] if is_window and not may_be_stack else []
+
+
+def has_inputs_first(weight: Weight) -> bool:
+    """Whether a weight is [in, ...] or [heads, in, ...]: keys and values, or a layer of Flax's."""
+    tokens = weight.layer_tokens
+    is_into = not tokens.isdisjoint(_INTO_HEADS)
+    return is_into or (weight.is_kernel and tokens.isdisjoint(_OUT_OF_HEADS))
+
+
+def is_fused_name(weight: Weight) -> bool:
+    """Whether a name allows an axis for query, key and value, or for gate and up."""
+    return not weight.layer_tokens.isdisjoint(_GATES | set(_FUSED))
+
+
+def may_transpose(weight: Weight) -> bool:
+    """Whether a weight may be [out, in], as gate and up of Gemma are: outside of Flax's layers."""
+    return not weight.is_kernel and not weight.layer_tokens.isdisjoint(_GATES)
 
 
 def by_name(weight: Weight, beside: Sequence[Weight]) -> set[Roles]:
@@ -50,37 +82,49 @@ def by_name(weight: Weight, beside: Sequence[Weight]) -> set[Roles]:
     """
     tokens, shape = weight.layer_tokens, weight.shape
     into, out = not tokens.isdisjoint(_INTO_HEADS), not tokens.isdisjoint(_OUT_OF_HEADS)
-    if len(set(shape)) == 1 or (into and out):
+    if len(set(shape)) == 1 or (into and out) or weight.stack_places:
         return set()
     if into and len(shape) == 4:
         return _fused_attention(weight)
-    if (into or out) and len(shape) == 3:
-        return _attention(weight, beside, out)
-    is_expert = not weight.tokens.isdisjoint(_EXPERTS)
-    is_plain = "einsum" not in tokens and not is_conv_name(weight.tokens)
-    return {Roles((0,), (1,), (2,))} if is_expert and is_plain and len(shape) == 3 else set()
+    alike = [w for w in beside if w.rank == 3]
+    inner = [w.shape for w in alike if not w.layer_tokens.isdisjoint(_INTO_HEADS)]
+    outer = [w for w in alike if not w.layer_tokens.isdisjoint(_OUT_OF_HEADS)]
+    if into and len(shape) == 3:
+        return _into_heads(weight, inner, outer)
+    if out and len(shape) == 3:
+        return _out_of_heads(weight, inner)
+    return set()
 
 
-def _attention(weight: Weight, beside: Sequence[Weight], is_out: bool) -> set[Roles]:
-    """[in, heads, head_dim] or [heads, head_dim, out], if what is beside it has as many heads.
+def _into_heads(weight: Weight, inner: Sequence[Shape], outer: Sequence[Weight]) -> set[Roles]:
+    """[in, heads, head_dim], or in einsums also [heads, in, head_dim].
 
-    A stack of layers' [in, out] has the same rank, but other sizes: where its number of layers
-    would be a model's width, its heads are too wide.
+    A stack of layers' [in, out] has the same rank, but other sizes: its number of layers would be a
+    model's width, and its heads are too wide. Where the projection back is known, the number of
+    heads tells.
     """
-    inner = [w.shape for w in beside if w.rank == 3 and not w.layer_tokens.isdisjoint(_INTO_HEADS)]
-    outer = [
-        w.shape for w in beside if w.rank == 3 and not w.layer_tokens.isdisjoint(_OUT_OF_HEADS)
-    ]
-    if inner and outer and not {i[1] for i in inner} & {o[0] for o in outer}:
+    roles = Roles((), (0,), (1, 2))
+    counts = {w.shape[0] for w in outer}
+    if weight.shape[1] in counts:
+        return {roles}
+    transposed = {w.shape for w in outer if not w.is_kernel}
+    if outer and counts.isdisjoint(shape[1] for shape in inner) and transposed.isdisjoint(inner):
         return set()
-    if is_out:
-        is_told = bool(inner) or not weight.tokens.isdisjoint(("attn", "attention"))
-        heads, head_dim, width = weight.shape
-        return {conv_roles(3)} if is_told and _is_width(width, heads * head_dim) else set()
-    options = [(Roles((), (0,), (1, 2)), 0)]
+    options = [(roles, 0)]
     if "einsum" in weight.layer_tokens:
         options += [(Roles((0,), (1,), (2,)), 1)]
     return _likely(weight.shape, options)
+
+
+def _out_of_heads(weight: Weight, inner: Sequence[Shape]) -> set[Roles]:
+    """[heads, head_dim, out], or outside of Flax's layers also [out, heads, head_dim]."""
+    options = [(conv_roles(3), 2)]
+    if not weight.is_kernel:
+        options += [(Roles((), (1, 2), (0,)), 0)]
+    if inner and weight.shape[0] not in {shape[1] for shape in inner}:
+        options = options[1:] if weight.shape in inner else []
+    is_told = bool(inner) or not weight.tokens.isdisjoint(_ATTENTION)
+    return _likely(weight.shape, options) if is_told else set()
 
 
 def _fused_attention(weight: Weight) -> set[Roles]:
@@ -104,23 +148,19 @@ def _likely(shape: Shape, options: Sequence[tuple[Roles, int]], fused: int = 1) 
 
 def _is_width(width: int, inner: int) -> bool:
     """Whether a model may have this width and as many values in all the heads of one layer."""
-    return inner <= WIDEST * width
+    return inner <= _WIDEST * width
 
 
-def settle(weight: Weight, readings: set[Roles], beside: Sequence[Weight]) -> Roles | None:
-    """The one of several readings that fit by their sizes that the names tell, if they do."""
-    if len(readings) < 2:
-        return next(iter(readings), None)
-    conv = conv_roles(weight.rank)
-    stacks = readings - {conv}
-    named = by_name(weight, beside) & readings
-    if len(named) == 1:
-        return next(iter(named))
-    if conv in readings and len(stacks) == 1 and not is_conv_name(weight.tokens):
-        square = weight.rank > 3 and len({*weight.shape[:-2]}) == 1
-        telling = (_EXPERTS | {"einsum", "attn", "attention"}) if square else _MATMULS
-        return next(iter(stacks)) if not weight.tokens.isdisjoint(telling) else None
-    return None
+def is_of_attention(weight: Weight) -> bool:
+    """Whether a weight is below a module called attention."""
+    return not weight.tokens.isdisjoint(_ATTENTION)
+
+
+def is_matmul_name(weight: Weight) -> bool:
+    """Whether names say that a weight isn't a convolution, of square windows more surely."""
+    square = weight.rank > 3 and len({*weight.shape[:-2]}) == 1
+    telling = (_EXPERTS | _ATTENTION | {"einsum"}) if square else _MATMULS
+    return not (weight.tokens.isdisjoint(telling) or is_conv_name(weight.tokens))
 
 
 def with_parts_apart(weight: Weight, roles: Roles) -> Roles:
@@ -139,10 +179,14 @@ def with_heads_merged(weight: Weight, roles: Roles) -> Roles:
     They are batch axes by their sizes, as those of experts are.
     """
     tokens = weight.layer_tokens
-    is_attention = not tokens.isdisjoint(_INTO_HEADS | {"attn", "attention"})
-    if "einsum" not in tokens or not is_attention or not roles.batch:
+    is_into = not tokens.isdisjoint(_INTO_HEADS)
+    counts = {_FUSED[token] for token in tokens if token in _FUSED}
+    batch = [axis for axis in roles.batch if axis > 0 or weight.shape[axis] not in counts]
+    is_attention = "einsum" in tokens and (is_into or not tokens.isdisjoint(_ATTENTION))
+    if not is_attention or len(batch) != 1 or len(roles.reduction + roles.output) > 2:
         return roles
-    *batch, heads = roles.batch
-    if tokens.isdisjoint(_INTO_HEADS):
-        return Roles(tuple(batch), (heads, *roles.reduction), roles.output)
-    return Roles(tuple(batch), roles.reduction, (heads, *roles.output))
+    heads = batch[0]
+    rest = tuple(axis for axis in roles.batch if axis != heads)
+    if is_into:
+        return Roles(rest, roles.reduction, (heads, *roles.output))
+    return Roles(rest, (heads, *roles.reduction), roles.output)

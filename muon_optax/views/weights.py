@@ -78,7 +78,8 @@ class Weight:
       axes: the leaf's own axes that are left; the others are batch axes.
       shape: their sizes.
       bias: the shape of the bias beside the leaf, without stacked axes, if there is one.
-      is_doubtful: whether the leaf looks stacked along an axis that nothing tells.
+      is_doubtful: whether the leaf is stacked along an axis that nothing tells.
+      stack_places: axes that may be stacked, as all the leaves around have their size there.
     """
 
     segments: Segments
@@ -87,6 +88,7 @@ class Weight:
     shape: Shape
     bias: Shape | None = None
     is_doubtful: bool = False
+    stack_places: frozenset[int] = frozenset()
 
     @property
     def path(self) -> str:
