@@ -113,7 +113,7 @@ CASES: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
     (init({"head": W["w"]}), labelled((Rule("head", "muon"), *RULES), {"head": W["w"]})),
     (init(CONV), viewed({"w": MatrixView(), "conv": MatrixView((0, 1, 2), 3)}, CONV)),
     (init(STACK), viewed({"w": MatrixView(1, 2), "b": None}, STACK)),
-    (lambda: flax_matrix_views(MIX), lambda: flax_matrix_views(MIX, scanned="mix")),
+    (lambda: flax_matrix_views(MIX), lambda: flax_matrix_views(MIX, scanned={"mix": 0})),
     (init(TIED), labelled((Rule("up", "adam"), *RULES), {**TIED, "v": TWO["v"]})),
     (labelled((Rule("v", "adam"), *RULES)), labelled((Rule("v", "adam"), *RULES), TWO)),
     (

@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 from muon_optax.tree_paths import Segments
 from muon_optax.views.evidence import conv_roles
-from muon_optax.views.layer_names import is_conv_name
-from muon_optax.views.weights import Roles, Weight, merged_size
+from muon_optax.views.layer_names import is_conv_name, is_of_attention
+from muon_optax.views.weights import Roles, Weight, merged_size, sizes
 
 __all__ = ["Convolutions", "sort_convolutions"]
 
 _RGB = 3
 _MOST_IMAGE_CHANNELS = 4
+_RECURRENT = {"ih", "hh"}  # of ConvLSTMCell, whose outputs are four gates side by side
 _FIRST = {"stem", "patch", "patches", "patchify", "embed", "embedding", "in", "input", "init"}
 
 
@@ -48,17 +49,18 @@ def sort_convolutions(weights: Sequence[Weight], known: Mapping[Segments, Roles]
     """
     convs = [w for w in weights if w.rank > 2 and known.get(w.segments) == conv_roles(w.rank)]
     one = [w for w in convs if w.shape[-2] == 1 and math.prod(w.shape[:-2]) > 1]
-    one = [w for w in one if w.rank > 3 or w.tokens.isdisjoint(("attn", "attention"))]
+    one = [w for w in one if _has_window(w)]
     others = [w for w in weights if w.segments in known and w not in one]
     made = {merged_size(w.shape, known[w.segments].output) for w in others}
     depthwise = {w.segments for w in one if _is_depthwise(w, one, made)}
     first = {w.segments for w in others if not _is_fed(w, known[w.segments], made)}
-    plain = [w for w in convs if w not in one and (w.rank > 3 or is_conv_name(w.layer_tokens))]
+    heads = {sizes(w.shape, known[w.segments].output) for w in others}
+    plain = [w for w in convs if w not in one and w.shape[:-1] not in heads and _has_window(w)]
     alone = len(first) == 1
     grouped = [
         w
         for w in plain
-        if _may_be_grouped(w, made) and ((w.segments in first and not alone) or _widens(w))
+        if ((w.segments in first and not alone) or _widens(w)) and _may_be_grouped(w, made)
     ]
     return Convolutions(
         depthwise, {w.segments for w in one} - depthwise, {w.segments for w in grouped}
@@ -80,6 +82,8 @@ def _is_fed(weight: Weight, roles: Roles, made: set[int]) -> bool:
 
 
 def _may_be_grouped(weight: Weight, made: set[int]) -> bool:
+    if not _RECURRENT.isdisjoint(weight.layer_tokens):
+        return False
     channels, outputs = weight.shape[-2:]
     is_patchify = not _FIRST.isdisjoint(weight.layer_tokens) or all(
         side % 2 == 0 for side in weight.shape[:-2]
@@ -90,6 +94,12 @@ def _may_be_grouped(weight: Weight, made: set[int]) -> bool:
         width > channels and width % channels == 0 and outputs % (width // channels) == 0
         for width in made
     )
+
+
+def _has_window(weight: Weight) -> bool:
+    """Whether the first axes are a window, not the heads of attention."""
+    is_attention = is_of_attention(weight) and not is_conv_name(weight.layer_tokens)
+    return weight.rank > 3 or not is_attention
 
 
 def _widens(weight: Weight) -> bool:

@@ -78,6 +78,10 @@ def by_bias(shape: Shape, bias: Shape) -> tuple[Roles, ...]:
             usual.append(Roles(batch, rest[:-count], rest[-count:]))
         if sizes(shape, rest[:count]) == outputs:
             transposed.append(Roles(batch, rest[count:], rest[:count]))
+    if not usual and not transposed and len(bias) == 1:  # nn.ConvTranspose(transpose_kernel=True)
+        found = [axis for axis, size in enumerate(shape) if size == bias[0]]
+        others = [tuple(a for a in range(len(shape)) if a != axis) for axis in found]
+        transposed = [Roles((), i, (o,)) for i, o in zip(others, found, strict=True)]
     return (*usual, *transposed)
 
 

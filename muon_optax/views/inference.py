@@ -168,7 +168,8 @@ def _by_bias(weight: Weight) -> list[Roles]:
 def _matrices(weights: Sequence[Weight]) -> Known:
     """Roles of weights of two dims: [in, out], as Flax has it, if no bias says otherwise.
 
-    Biases beside oblong weights tell; other weights have the order of the nearest of these.
+    Biases beside oblong weights tell. Square ones have the order of the nearest of these, as those
+    of GPT-2's Conv1D, [out, in], but kernels without a bias are surely [in, out].
     """
     told: Known = {}
     votes: dict[Module, set[Roles]] = {}
@@ -181,8 +182,10 @@ def _matrices(weights: Sequence[Weight]) -> Known:
                 votes.setdefault(weight.layer_path[:n], set()).update(found)
     for weight in plain:
         nearest = next((v for n in _outwards(weight) if (v := votes.get(n))), {_MATRIX})
-        if weight.segments not in told and (len(nearest) == 1 or len(set(weight.shape)) == 1):
-            told[weight.segments] = _TRANSPOSED if nearest == {_TRANSPOSED} else _MATRIX
+        is_free = weight.bias is not None or not weight.is_kernel
+        is_turned = is_free and nearest == {_TRANSPOSED}
+        if weight.segments not in told and (len(set(weight.shape)) == 1 or not is_turned):
+            told[weight.segments] = _TRANSPOSED if is_turned else _MATRIX
     return told
 
 

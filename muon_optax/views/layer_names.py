@@ -35,7 +35,7 @@ _CONV_LIKE = {"stem", "patch", "patches", "patchify", "downsample", "shortcut"}
 
 def is_conv_name(tokens: frozenset[str]) -> bool:
     """Whether a layer's name says that it is a convolution."""
-    return any(token.startswith("conv") or token.endswith("conv") for token in tokens)
+    return any(t.startswith(("conv", "depthwise")) or t.endswith("conv") for t in tokens)
 
 
 def is_conv_like(weight: Weight) -> bool:

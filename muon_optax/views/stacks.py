@@ -65,6 +65,12 @@ class Stacked:
         return self.base_rank == 1 and bool(self.excess) and is_open
 
     @property
+    def is_single(self) -> bool:
+        """Whether this is surely one layer's: there is no kernel of less than two dims."""
+        is_kernel = self.names[-1:] == ("kernel",)
+        return self.excess == 0 or (is_kernel and len(self.axes) == 2)
+
+    @property
     def is_cut(self) -> bool:
         """Whether so few axes are left that they can't be a kernel's."""
         return self.names[-1:] == ("kernel",) and len(self.axes) < 2
@@ -145,7 +151,8 @@ def _with_places(leaves: Sequence[Stacked]) -> list[Stacked]:
     The module around that counts: one block's attention isn't stacked without its norms.
     """
     cores = [leaf.core for leaf in leaves]
-    places = range(min(map(len, cores)))
+    is_single = any(leaf.is_single for leaf in leaves)
+    places = range(0 if is_single else min(map(len, cores)))
     shared = frozenset(k for k in places if len({core[k] for core in cores}) == 1)
     return [
         dataclasses.replace(leaf, stack_places=shared, around=leaf.around + 1)
