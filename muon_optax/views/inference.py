@@ -100,7 +100,7 @@ class _Search:
             options = [] if weight.is_doubtful else conv_by_name(weight)
         if options is not None and len(options) == 1:
             self.known[weight.segments] = options[0]
-        elif not weight.is_doubtful and (options is None or _is_one_order(options)):
+        elif not (weight.is_doubtful or weight.is_of_torch) and _is_one_order(options):
             self._open.append(weight)
         if options:
             self._options[weight.segments] = options
@@ -147,8 +147,10 @@ def _module(weight: Weight, up: int) -> Module:
     return weight.layer_path[:-up]
 
 
-def _is_one_order(options: Sequence[Roles]) -> bool:
-    """Whether all of some readings, one or more, have inputs first, as neighbours are read."""
+def _is_one_order(options: Sequence[Roles] | None) -> bool:
+    """Whether all readings that a bias allows have inputs first, as neighbours are read."""
+    if options is None:
+        return True
     return bool(options) and all(roles.reduction < roles.output for roles in options)
 
 
@@ -184,7 +186,9 @@ def _matrices(weights: Sequence[Weight]) -> Known:
         nearest = next((v for n in _outwards(weight) if (v := votes.get(n))), {_MATRIX})
         is_free = weight.bias is not None or not weight.is_kernel
         is_turned = is_free and nearest == {_TRANSPOSED}
-        if weight.segments not in told and (len(set(weight.shape)) == 1 or not is_turned):
+        is_square = len(set(weight.shape)) == 1
+        is_ordered = is_square if is_turned else not weight.is_of_torch
+        if weight.segments not in told and is_ordered:
             told[weight.segments] = _TRANSPOSED if is_turned else _MATRIX
     return told
 

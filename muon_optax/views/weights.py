@@ -22,7 +22,7 @@ __all__ = [
 
 _SEPARATOR = re.compile(r"[./]")
 _TOKEN = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-_PLAIN_NAMES = ("kernel", "w", "weight", "weight_v")  # the last one beside weight_g, a norm
+_PLAIN_NAMES = ("kernel", "w", "weight")
 _VECTOR_NAMES = ("bias", "b", "scale", "offset", "gamma", "beta", "g")
 
 
@@ -56,6 +56,11 @@ def is_vector_name(name: str) -> bool:
     return name in _VECTOR_NAMES or name.endswith(("_bias", "_scale"))
 
 
+def _is_plain(name: str) -> bool:
+    """Whether the leaf's name doesn't say what it is for, as weight_v of a weight norm."""
+    return name in _PLAIN_NAMES or name.startswith("weight_")
+
+
 def bias_names(name: str) -> tuple[str, ...]:
     """How the bias beside a leaf may be called.
 
@@ -63,7 +68,7 @@ def bias_names(name: str) -> tuple[str, ...]:
       >>> bias_names("kernel"), bias_names("wi_0"), bias_names("in_proj_weight")
       (('bias', 'b'), ('wi_0_bias',), ('in_proj_bias',))
     """
-    if name in _PLAIN_NAMES:
+    if _is_plain(name):
         return ("bias", "b")
     return (f"{name.removesuffix('_weight')}_bias",)
 
@@ -106,9 +111,14 @@ class Weight:
         return self.names[-1:] == ("kernel",)
 
     @property
+    def is_of_torch(self) -> bool:
+        """Whether the name is torch's, as in Equinox and Haliax, where weights are [out, in]."""
+        return any(name.partition("_")[0] == "weight" for name in self.names[-2:])
+
+    @property
     def layer_path(self) -> tuple[str, ...]:
         """Names down to the layer: its module, or the leaf itself where it has a telling name."""
-        is_plain = bool(self.names) and self.names[-1] in _PLAIN_NAMES
+        is_plain = bool(self.names) and _is_plain(self.names[-1])
         return self.names[:-1] if is_plain else self.names
 
     @property
