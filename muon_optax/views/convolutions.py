@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from muon_optax.rules import Shape
 from muon_optax.tree_paths import Segments
 from muon_optax.views.evidence import conv_roles
 from muon_optax.views.layer_names import is_conv_name, is_of_attention
@@ -35,6 +36,15 @@ class Convolutions(NamedTuple):
     grouped: set[Segments]
 
 
+class _Kernel(NamedTuple):
+    """A convolution's weight: the sides of its window, its input and output channels."""
+
+    weight: Weight
+    window: Shape
+    channels: int
+    outputs: int
+
+
 def sort_convolutions(weights: Sequence[Weight], known: Mapping[Segments, Roles]) -> Convolutions:
     """Finds the convolutions that may have groups.
 
@@ -47,48 +57,56 @@ def sort_convolutions(weights: Sequence[Weight], known: Mapping[Segments, Roles]
     Returns:
       Paths by kind.
     """
-    convs = [w for w in weights if w.rank > 2 and known.get(w.segments) == conv_roles(w.rank)]
-    one = [w for w in convs if w.shape[-2] == 1 and math.prod(w.shape[:-2]) > 1]
-    one = [w for w in one if _has_window(w)]
-    others = [w for w in weights if w.segments in known and w not in one]
-    made = {merged_size(w.shape, known[w.segments].output) for w in others}
-    depthwise = {w.segments for w in one if _is_depthwise(w, one, made)}
-    first = {w.segments for w in others if not _is_fed(w, known[w.segments], made)}
-    heads = {sizes(w.shape, known[w.segments].output) for w in others}
-    plain = [w for w in convs if w not in one and w.shape[:-1] not in heads and _has_window(w)]
-    alone = len(first) == 1
-    grouped = [
-        w
-        for w in plain
-        if ((w.segments in first and not alone) or _widens(w)) and _may_be_grouped(w, made)
-    ]
-    return Convolutions(
-        depthwise, {w.segments for w in one} - depthwise, {w.segments for w in grouped}
-    )
+    kernels = [k for w in weights if (k := _kernel(w, known.get(w.segments))) is not None]
+    one = [k for k in kernels if k.channels == 1 and math.prod(k.window) > 1]
+    apart = {kernel.weight.segments for kernel in one}
+    others = [w for w in weights if w.segments in known and w.segments not in apart]
+    outputs = [sizes(w.shape, known[w.segments].output) for w in others]
+    made = {math.prod(shape) for shape in outputs}
+    depthwise = {k.weight.segments for k in one if _is_depthwise(k, one, made)}
+    made |= {kernel.outputs for kernel in one}
+    taken = {k.weight.segments: k.channels for k in kernels}
+    first = {w.segments for w in others if not _is_fed(w, known[w.segments], taken, made)}
+    grouped = {
+        k.weight.segments
+        for k in kernels
+        if k not in one and k.weight.shape[:-1] not in outputs and _may_be_grouped(k, made)
+        if (k.weight.segments in first and len(first | apart - depthwise) > 1) or _widens(k)
+    }
+    return Convolutions(depthwise, apart - depthwise, grouped)
 
 
-def _is_depthwise(weight: Weight, alike: Sequence[Weight], made: set[int]) -> bool:
-    """Whether a name says so, or more than one has one input channel and as many as others give."""
-    is_named = any(token.startswith(("depthwise", "dw")) for token in weight.layer_tokens)
-    return is_named or (len(alike) > 1 and weight.shape[-1] in made)
-
-
-def _is_fed(weight: Weight, roles: Roles, made: set[int]) -> bool:
-    """Whether some layer gives what a layer takes; a dense one may take a flattened image."""
+def _kernel(weight: Weight, roles: Roles | None) -> _Kernel | None:
+    """A convolution's weight, [*window, in, out] or torch's [out, in, *window]."""
+    is_named, shape = is_conv_name(weight.layer_tokens), weight.shape
     if weight.rank > 2 and roles == conv_roles(weight.rank):
-        return weight.shape[-2] in made
+        is_conv = is_named or weight.rank > 3 or not is_of_attention(weight)
+        return _Kernel(weight, shape[:-2], *shape[-2:]) if is_conv else None
+    if weight.rank > 2 and is_named and roles is not None and roles.output == (0,):
+        return _Kernel(weight, shape[2:], shape[1], shape[0])
+    return None
+
+
+def _is_depthwise(kernel: _Kernel, alike: Sequence[_Kernel], made: set[int]) -> bool:
+    """Whether a name says so, or more than one has one input channel and as many as others give."""
+    is_named = any(t.startswith(("depthwise", "dw")) for t in kernel.weight.layer_tokens)
+    return is_named or (len(alike) > 1 and kernel.outputs in made)
+
+
+def _is_fed(weight: Weight, roles: Roles, taken: Mapping[Segments, int], made: set[int]) -> bool:
+    """Whether some layer gives what a layer takes; a dense one may take a flattened image."""
+    if weight.segments in taken:
+        return taken[weight.segments] in made
     size = merged_size(weight.shape, roles.reduction)
     return any(size % width == 0 for width in made if width > 1)
 
 
-def _may_be_grouped(weight: Weight, made: set[int]) -> bool:
-    if not _RECURRENT.isdisjoint(weight.layer_tokens):
-        return False
-    channels, outputs = weight.shape[-2:]
-    is_patchify = not _FIRST.isdisjoint(weight.layer_tokens) or all(
-        side % 2 == 0 for side in weight.shape[:-2]
-    )
-    if channels == _RGB or (channels <= _MOST_IMAGE_CHANNELS and is_patchify):
+def _may_be_grouped(kernel: _Kernel, made: set[int]) -> bool:
+    _, window, channels, outputs = kernel
+    tokens = kernel.weight.layer_tokens
+    is_patchify = not _FIRST.isdisjoint(tokens) or all(side % 2 == 0 for side in window)
+    is_image = channels == _RGB or (channels <= _MOST_IMAGE_CHANNELS and is_patchify)
+    if is_image or not _RECURRENT.isdisjoint(tokens):
         return False
     return any(
         width > channels and width % channels == 0 and outputs % (width // channels) == 0
@@ -96,13 +114,7 @@ def _may_be_grouped(weight: Weight, made: set[int]) -> bool:
     )
 
 
-def _has_window(weight: Weight) -> bool:
-    """Whether the first axes are a window, not the heads of attention."""
-    is_attention = is_of_attention(weight) and not is_conv_name(weight.layer_tokens)
-    return weight.rank > 3 or not is_attention
-
-
-def _widens(weight: Weight) -> bool:
+def _widens(kernel: _Kernel) -> bool:
     """Whether a window of few channels gives many more, rare but in the groups of ResNeXt's."""
-    channels, outputs = weight.shape[-2:]
-    return set(weight.shape[:-2]) <= {3, 5} and outputs >= 4 * channels > 4 * _MOST_IMAGE_CHANNELS
+    is_image = kernel.channels <= _MOST_IMAGE_CHANNELS
+    return set(kernel.window) <= {3, 5} and not is_image and kernel.outputs >= 4 * kernel.channels
