@@ -10,7 +10,7 @@ from muon_optax.leaf_kinds import check_arrays, is_float_leaf, kind_of
 from muon_optax.matrix_view import MuonDimensionNumbers, bind_view
 from muon_optax.notices import warn_about
 from muon_optax.partition import check_rules
-from muon_optax.rules import Rule, Shape, default_rules, first_rule
+from muon_optax.rules import Rule, Shape, default_rules, first_rule, has_run
 from muon_optax.tree_paths import (
     Segments,
     is_absent,
@@ -21,7 +21,15 @@ from muon_optax.tree_paths import (
 from muon_optax.views.convolutions import Convolutions, sort_convolutions
 from muon_optax.views.inference import Known, infer_roles
 from muon_optax.views.stacks import Stacked, find_stacks
-from muon_optax.views.weights import Roles, Weight, bias_names, is_vector_name, merged_size, sizes
+from muon_optax.views.weights import (
+    Roles,
+    Weight,
+    bias_names,
+    is_vector_name,
+    merged_size,
+    names_of,
+    sizes,
+)
 
 __all__ = ["flax_matrix_views"]
 
@@ -67,7 +75,8 @@ def flax_matrix_views(params: Any, *, scanned: Scanned = (), rules: Sequence[Rul
         Mostly they are found without. A mapping gives the place of the stacked axis as well:
         {'layers': 1}; it becomes a batch axis.
       rules: rules of your own, which come first: their views hold, 'adam' means no view, and
-        'muon' without a view that the leaf is a matrix whose axes are to be found.
+        'muon' without a view that the leaf is a matrix whose axes are to be found. Where a pattern
+        matches a module, 'muon' is for its weights, not for biases and scales.
 
     Returns:
       A tree like `params` for `muon_weight_dimension_numbers`: views, or None (AdamW) for
@@ -112,7 +121,11 @@ def _given(
     raise_together(frozen, "views freeze nothing; optax.partition over muon does. Got these rules:")
     found = {path: first_rule(rules, path, shape) for path, shape in shapes.items()}
     usual = default_rules()  # these are asked about one layer's matrix
-    given = {path: rule for path, rule in found.items() if rule is not None and rule not in usual}
+    given = {
+        path: rule
+        for path, rule in found.items()
+        if not (rule is None or rule in usual or _passes_over(rule, path, shapes[path]))
+    }
     problems = []
     for path, rule in given.items():
         try:
@@ -121,6 +134,14 @@ def _given(
             problems.append(f"{path_name(path)} by the rule {rule}: {error}")
     raise_together(problems, "these rules' views don't fit:")
     return given
+
+
+def _passes_over(rule: Rule, path: Segments, shape: Shape) -> bool:
+    """Whether a rule for the weight of a module meets a bias or a scale of this module."""
+    *module, name = names_of(path) or ("",)
+    is_vector = len(shape) < 2 or is_vector_name(name)
+    by_module = isinstance(rule.pattern, str) and has_run(tuple(module), rule.pattern)
+    return rule.label == "muon" and is_vector and by_module
 
 
 def _declared(

@@ -58,7 +58,7 @@ def infer_roles(weights: Sequence[Weight]) -> Known:
             search.settle(lambda weight, near=near: _by_likeness(weight, near(weight)))
     search.settle(lambda weight: by_name(weight, search.beside(weight)))
     return {
-        w.segments: with_parts_apart(w, with_heads_merged(w, search.known[w.segments]))
+        w.segments: with_heads_merged(w, with_parts_apart(w, search.known[w.segments]))
         for w in weights
         if w.segments in search.known
     }
@@ -164,7 +164,7 @@ def _by_bias(weight: Weight) -> list[Roles]:
     square = {Roles(roles.batch, roles.output, roles.reduction) for roles in ordered}
     others = [r for r in found if r not in ordered and r not in square]
     plain = [r for r in others if r.output == (len(r.batch),)]
-    return ordered + (plain if ordered else others)
+    return ordered + plain if ordered else plain or others
 
 
 def _matrices(weights: Sequence[Weight]) -> Known:

@@ -166,8 +166,8 @@ def is_matmul_name(weight: Weight) -> bool:
 def with_parts_apart(weight: Weight, roles: Roles) -> Roles:
     """Query, key and value as three matrices, where they have an output axis of their own."""
     counts = [_FUSED[token] for token in weight.layer_tokens if token in _FUSED]
-    fused = [axis for axis in roles.output if weight.shape[axis] in counts]
-    if len(fused) != 1 or len(roles.output) < 2 or not roles.reduction:
+    fused = [axis for axis in roles.output[:-1] if weight.shape[axis] in counts]
+    if len(fused) != 1:
         return roles
     output = tuple(axis for axis in roles.output if axis != fused[0])
     return Roles(tuple(sorted((*roles.batch, *fused))), roles.reduction, output)
