@@ -15,6 +15,8 @@ from muon_optax import MuonWarning, flax_matrix_views
 from muon_optax.matrix_view import bind_view, is_view
 from muon_optax.tree_paths import leaves_with_segments, path_name
 
+VMAP: Any = nn.vmap  # its annotations are narrower than what it takes
+
 
 def zeros(*shape: int) -> jax.Array:
     return jnp.zeros(shape)
@@ -147,7 +149,7 @@ class LinenScanInVmap(nn.Module):
     def __call__(self, x):
         scan = nn.scan(LinenBlock, {"params": 0}, split_rngs={"params": True}, length=3)
         axes: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-        return nn.vmap(scan, in_axes=(0, None), **axes)(name="layers")(x, None)[0]
+        return VMAP(scan, in_axes=(0, None), **axes)(name="layers")(x, None)[0]
 
 
 def test_linen_scan_in_vmap():
@@ -163,7 +165,7 @@ class LinenExperts(nn.Module):
     def __call__(self, x):
         x = nn.RMSNorm()(x)
         gates = nn.Dense(4, use_bias=False, name="router")(x)
-        experts = nn.vmap(
+        experts = VMAP(
             LinenExpert, in_axes=None, out_axes=-1, axis_size=4,
             variable_axes={"params": 0}, split_rngs={"params": True},
         )(self.use_bias, name="experts")(x)  # fmt: skip
@@ -212,9 +214,10 @@ def test_linen_layers_of_every_kind():
 
 class LinenCells(nn.Module):
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: Any):
         for cell in (nn.LSTMCell, nn.OptimizedLSTMCell, nn.GRUCell, nn.SimpleCell, nn.MGUCell):
-            x = nn.RNN(cell(16))(x)
+            layer: Any = nn.RNN(cell(16))
+            x = layer(x)
         return nn.Bidirectional(nn.RNN(nn.LSTMCell(16)), nn.RNN(nn.LSTMCell(16)))(x)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from muon_optax.rules import Shape
 from muon_optax.tree_paths import Segments, path_name
-from muon_optax.views.weights import names_of, tokens_of
+from muon_optax.views.weights import is_vector_name, names_of, tokens_of
 
 __all__ = ["Stacked", "find_stacks"]
 
@@ -117,6 +117,7 @@ def _base_rank(names: tuple[str, ...], beside: set[str]) -> int | None:
         return None
     is_norm = not _NORM_TOKENS.isdisjoint(tokens_of(module)) and len(beside) < 3
     is_scale = last == "scale" or (last == "bias" and "scale" in beside)
+    is_scale = is_scale and all(map(is_vector_name, beside))
     return 1 if is_scale or (is_norm and last in ("weight", "w", "bias", "b", "gamma")) else None
 
 
