@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from muon_optax.alias import muon
 from muon_optax.checkpoints import check_state
-from muon_optax.flax_views import flax_matrix_views
 from muon_optax.matrix_view import MatrixView, MuonDimensionNumbers
 from muon_optax.notices import MuonWarning
 from muon_optax.plans import Plan, plan
@@ -24,6 +23,7 @@ from muon_optax.transforms.momentum import scale_by_momentum
 from muon_optax.transforms.momentum_state import MuonState
 from muon_optax.transforms.orthogonalize import orthogonalize
 from muon_optax.transforms.shape_scale import scale_by_shape
+from muon_optax.views.flax import flax_matrix_views
 
 if TYPE_CHECKING:
     from muon_optax import interop as interop

@@ -1,0 +1,461 @@
+"""What biases, norms, neighbours and names tell about the axes of a weight, and what they don't."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import unflatten_dict
+
+from muon_optax import (
+    MatrixView,
+    MuonDimensionNumbers,
+    MuonWarning,
+    Rule,
+    default_rules,
+    flax_matrix_views,
+    muon,
+)
+from muon_optax.matrix_view import bind_view, is_view
+from muon_optax.tree_paths import leaves_with_segments, path_name
+
+Shapes = dict[str, tuple[int, ...]]
+Axes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+def tree(shapes: Shapes) -> Any:
+    """{'a/b': (2, 3)} as nested shape structs."""
+    leaves = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes.items()}
+    return unflatten_dict(leaves, sep="/")
+
+
+def axes_of(shapes: Shapes, **options: Any) -> dict[str, Axes]:
+    """Batch, reduction and output axes of the leaves that have a view."""
+    views = flax_matrix_views(tree(shapes), **options)
+    found = leaves_with_segments(views, lambda x: x is None or is_view(x))
+    bound = {path_name(p): bind_view(v, shapes[path_name(p)]) for p, v in found if v is not None}
+    return {p: (v.batch_axes, v.reduction_axes, v.output_axes) for p, v in bound.items()}
+
+
+def matrices_of(shapes: Shapes) -> dict[str, tuple]:
+    views = flax_matrix_views(tree(shapes))
+    found = leaves_with_segments(views, lambda x: x is None or is_view(x))
+    return {path_name(p): bind_view(v, shapes[path_name(p)]).matrices for p, v in found if v}
+
+
+def under(module: str, shapes: Shapes) -> Shapes:
+    return {f"{module}/{path}": shape for path, shape in shapes.items()}
+
+
+MLP: Shapes = {"wi/kernel": (64, 96), "wo/kernel": (96, 64)}
+HEADS: Shapes = {
+    "query/kernel": (64, 4, 24),
+    "key/kernel": (64, 2, 24),
+    "value/kernel": (64, 2, 24),
+    "out/kernel": (4, 24, 64),
+}
+NORM: Shapes = {"norm/scale": (64,)}
+HEADS_AXES: dict[str, Axes] = {
+    "query/kernel": ((), (0,), (1, 2)),
+    "key/kernel": ((), (0,), (1, 2)),
+    "value/kernel": ((), (0,), (1, 2)),
+    "out/kernel": ((), (0, 1), (2,)),
+}
+MLP_AXES: dict[str, Axes] = {"wi/kernel": ((), (0,), (1,)), "wo/kernel": ((), (0,), (1,))}
+
+
+def stack(shapes: Shapes, place: int, size: int) -> Shapes:
+    """What nn.scan makes of the parameters of one layer."""
+    cut = {path: min(place, len(shape)) for path, shape in shapes.items()}
+    return {p: (*s[: cut[p]], size, *s[cut[p] :]) for p, s in shapes.items()}
+
+
+def stacked_axes(axes: dict[str, Axes], place: int) -> dict[str, Axes]:
+    def moved(group: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(a + (a >= place) for a in group)
+
+    return {p: ((place, *moved(b)), moved(i), moved(o)) for p, (b, i, o) in axes.items()}
+
+
+# The layer axis
+
+
+def test_the_layer_axis_second_by_the_dims_that_a_stack_shares():
+    shapes: Shapes = {"layers/wi/kernel": (64, 4, 96), "layers/wo/kernel": (96, 4, 64)}
+    want = {path: ((1,), (0,), (2,)) for path in shapes}
+    assert axes_of(shapes, scanned=("layers",)) == want
+    assert axes_of(shapes) == want
+    assert matrices_of(shapes) == {
+        "layers/wi/kernel": ((4, 64, 96),),
+        "layers/wo/kernel": ((4, 96, 64),),
+    }
+
+
+@pytest.mark.parametrize("norm", [{}, NORM], ids=["kernels", "norm"])
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("size", [1, 2, 5, 12])
+def test_stacks_of_attention_and_mlp(size, place, norm):
+    layer = under("attn", HEADS) | under("mlp", MLP) | norm
+    axes = {f"attn/{p}": a for p, a in HEADS_AXES.items()}
+    axes |= {f"mlp/{p}": a for p, a in MLP_AXES.items()}
+    want = {f"layers/{p}": a for p, a in stacked_axes(axes, place).items()}
+    shapes = under("layers", stack(layer, place, size))
+    if norm:
+        assert axes_of(shapes) == want
+    assert axes_of(shapes, scanned="layers") == want
+    assert axes_of(layer) == axes
+
+
+def test_two_stacks_of_one_tree():
+    block = under("mlp", MLP) | NORM
+    shapes = under("encoder", stack(block, 0, 3)) | under("decoder", stack(block, 1, 5))
+    found = axes_of(shapes, scanned=("encoder", "decoder"))
+    assert found["encoder/mlp/wi/kernel"] == ((0,), (1,), (2,))
+    assert found["decoder/mlp/wi/kernel"] == ((1,), (0,), (2,))
+    assert found == axes_of(shapes)
+
+
+def test_a_stack_of_stacks():
+    shapes = under("layers", stack(stack(under("mlp", MLP) | NORM, 0, 3), 0, 2))
+    want: Axes = ((0, 1), (2,), (3,))
+    assert axes_of(shapes) == {path: want for path in shapes if path.endswith("kernel")}
+
+
+def test_the_layer_axis_last():
+    layer = under("attn", HEADS) | under("mlp", MLP) | NORM
+    shapes = under("layers", {path: (*shape, 7) for path, shape in layer.items()})
+    found = axes_of(shapes)
+    assert found["layers/mlp/wo/kernel"] == ((2,), (0,), (1,))
+    assert found["layers/attn/out/kernel"] == ((3,), (0, 1), (2,))
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"layers/a/kernel": (64, 4, 96)},
+        {"layers/a/kernel": (64, 4, 96), "layers/b/kernel": (64, 4, 32)},
+        {"layers/norm/scale": (4, 64), "layers/Dense_0/kernel": (4, 64, 96)},
+        {"layers/q_proj/kernel": (12, 64, 64)},
+        {"layers/attn/q_proj/kernel": (12, 64, 64), "layers/attn/k_proj/kernel": (12, 64, 32)},
+    ],
+)
+def test_a_layer_axis_that_nothing_tells(shapes):
+    for options in ({"scanned": "layers"}, {}):
+        with pytest.warns(MuonWarning, match=r"can't tell.*scanned.*\{'layers': 1\}") as records:
+            assert axes_of(shapes, **options) == {}
+        assert len(records) == 1
+        for path in shapes.keys() - {"layers/norm/scale"}:
+            assert f"{path} {shapes[path]}" in str(records[0].message)
+    assert axes_of(shapes, scanned={"layers": 1}).keys() >= {next(iter(shapes))} - {
+        "layers/norm/scale"
+    }
+
+
+def test_norms_that_look_stacked_beside_a_leaf_that_does_not():
+    layer = stack(under("attn", {"query/kernel": (64, 64)}) | NORM, 0, 4)
+    shapes = under("layers", layer | {"shared/scale": (64,)})
+    with pytest.warns(MuonWarning) as records:
+        assert axes_of(shapes) == {}
+    kernels, norms = sorted(str(record.message) for record in records)
+    assert "layers/attn/query/kernel (4, 64, 64)" in kernels
+    assert "layers/norm/scale (4, 64)" in norms
+
+
+def test_norms_over_heads_are_no_stack():
+    shapes = under("attn", HEADS | {"q_norm/scale": (4, 24), "k_norm/scale": (2, 24)})
+    assert axes_of(shapes) == {f"attn/{path}": axes for path, axes in HEADS_AXES.items()}
+
+
+# Experts, and what isn't a convolution
+
+
+@pytest.mark.parametrize(
+    ("shapes", "count"),
+    [
+        ({"moe/wi_0": (8, 64, 128), "moe/wo": (8, 128, 64)}, 8),
+        ({"moe/wi": (8, 64, 128), "moe/wo": (8, 128, 64)}, 8),
+        ({"experts/up/kernel": (3, 64, 128), "experts/down/kernel": (3, 128, 64)}, 3),
+        ({"experts/up/kernel": (2, 4, 16, 24), "experts/down/kernel": (2, 4, 24, 16)}, 8),
+        ({"experts/up/kernel": (3, 3, 16, 24), "experts/down/kernel": (3, 3, 24, 16)}, 9),
+        ({"moe/gate_up_proj": (8, 64, 256), "moe/down_proj": (8, 128, 64)}, 8),
+        ({"ffn/w1": (32, 64, 128), "ffn/w2": (32, 128, 64)}, 32),
+        ({"a/kernel": (40, 64, 128), "b/kernel": (40, 128, 64)}, 40),
+    ],
+)
+def test_experts_by_the_weights_that_lead_back(shapes, count):
+    assert {p: m[0] for p, m in matrices_of(shapes).items()} == {
+        path: (count, *shape[-2:]) for path, shape in shapes.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"experts/up/kernel": (2, 4, 16, 24)},
+        {"block/a/kernel": (3, 16, 24), "block/b/kernel": (3, 24, 16)},  # or windows of 3
+        {"block/a/kernel": (3, 3, 16, 24), "block/b/kernel": (3, 3, 24, 16)},
+        {"convs/mlp/a/kernel": (3, 16, 24), "convs/mlp/b/kernel": (3, 24, 16)},
+        {"proj/kernel": (7, 7, 3, 64)},
+        {"layers/Conv_0/kernel": (12, 3, 16, 24)},  # 12 of one dim
+        {"moe/wo": (8, 128, 64)},
+        {"wo/kernel": (8, 128, 64)},
+        {"out/kernel": (12, 768, 3072)},
+        {"attn/query/kernel": (8, 8, 8), "attn/out/kernel": (8, 8, 8)},
+        {"moe/router/kernel": (64, 4, 8)},
+    ],
+)
+def test_ranks_and_names_alone_prove_nothing(shapes):
+    with pytest.warns(MuonWarning, match="can't tell") as records:
+        assert axes_of(shapes) == {}
+    assert len(records) == 1
+    for path, shape in shapes.items():
+        assert f"{path} {shape}" in str(records[0].message)
+
+
+def test_convolutions_by_bias_or_name():
+    shapes: Shapes = {
+        "a/kernel": (3, 16, 24), "a/bias": (24,), "b/kernel": (3, 24, 16), "b/bias": (16,),
+        "Conv_0/kernel": (3, 3, 16, 24), "convolution/kernel": (1, 7, 16, 24),
+        "up_conv/kernel": (2, 2, 24, 16), "up_conv/bias": (24,),
+    }  # fmt: skip
+    assert axes_of(shapes) == {
+        "a/kernel": ((), (0, 1), (2,)),
+        "b/kernel": ((), (0, 1), (2,)),
+        "Conv_0/kernel": ((), (0, 1, 2), (3,)),
+        "convolution/kernel": ((), (0, 1, 2), (3,)),
+        "up_conv/kernel": ((), (0, 1, 3), (2,)),  # nn.ConvTranspose(transpose_kernel=True)
+    }
+
+
+def test_several_kernels_of_one_channel_are_depthwise():
+    block: Shapes = {"mix/kernel": (7, 7, 1, 32), "mix/bias": (32,), "up/kernel": (32, 128)}
+    shapes = under("0", block | {"down/kernel": (128, 32)})
+    shapes |= under("1", block | {"down/kernel": (128, 32)})
+    assert set(axes_of(shapes)) == {f"{i}/{name}/kernel" for i in "01" for name in ("up", "down")}
+    with pytest.warns(MuonWarning, match=r"grey images.*: 0/mix/kernel \(7, 7, 1, 32\)$"):
+        axes_of({path: shape for path, shape in shapes.items() if path[0] == "0"})
+
+
+def test_a_temporal_convolution_is_no_matrix():
+    with pytest.warns(MuonWarning, match=r"can't tell.*conv_1d/w \(4, 64\)"):
+        assert axes_of({"conv_1d/w": (4, 64), "conv_1d/b": (64,)}) == {}
+
+
+# Biases
+
+
+@pytest.mark.parametrize(
+    ("shape", "bias", "axes"),
+    [
+        ((192, 64), (192,), ((), (1,), (0,))),
+        ((64, 192), (192,), ((), (0,), (1,))),
+        ((3, 64, 192), (3, 192), ((0,), (1,), (2,))),
+        ((64, 3, 192), (192, 3), ((1,), (0,), (2,))),
+        ((3, 192, 64), (3, 192), ((0,), (2,), (1,))),
+        ((2, 3, 64, 192), (2, 3, 192), ((0, 1), (2,), (3,))),
+        ((64, 5, 4, 16), (4, 5, 16), ((1,), (0,), (2, 3))),
+        ((4, 5, 16, 64), (64, 5), ((1,), (0, 2), (3,))),
+    ],
+)
+def test_a_bias_tells_and_no_name_beats_it(shape, bias, axes):
+    for module in ("c_attn", "query", "wo", "Conv", "experts", "einsum"):
+        shapes: Shapes = {f"{module}/kernel": shape, f"{module}/bias": bias}
+        assert axes_of(shapes) == {f"{module}/kernel": axes}
+
+
+def test_gpt2_keeps_out_in_also_where_it_is_square():
+    shapes: Shapes = {
+        "attn/c_attn/kernel": (192, 64), "attn/c_attn/bias": (192,),
+        "attn/c_proj/kernel": (64, 64), "attn/c_proj/bias": (64,),
+        "mlp/c_fc/kernel": (256, 64), "mlp/c_fc/bias": (256,),
+        "mlp/c_proj/kernel": (64, 256), "mlp/c_proj/bias": (64,),
+    }  # fmt: skip
+    kernels = [path for path in shapes if path.endswith("kernel")]
+    assert axes_of(shapes) == {path: ((), (1,), (0,)) for path in kernels}
+    encoder: Shapes = {"up/kernel": (64, 256), "up/bias": (256,), "q/kernel": (64, 64)}
+    encoder["q/bias"] = (64,)
+    found = axes_of(under("decoder", shapes) | under("encoder", encoder))
+    assert found["encoder/q/kernel"] == ((), (0,), (1,))
+    assert found["decoder/attn/c_proj/kernel"] == ((), (1,), (0,))
+
+
+def test_a_bias_that_fits_nothing_tells_nothing():
+    with pytest.warns(MuonWarning, match=r"can't tell.*query/kernel"):
+        assert axes_of({"query/kernel": (64, 4, 16), "query/bias": (5, 7)}) == {}
+
+
+def test_names_of_torch_have_no_order_without_a_bias():
+    with pytest.warns(MuonWarning, match=r"can't tell.*up/weight \(256, 64\)"):
+        assert axes_of({"up/weight": (256, 64)}) == {}
+    assert axes_of({"up/weight": (256, 64), "up/bias": (256,)}) == {"up/weight": ((), (1,), (0,))}
+
+
+# Attention
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("query", "key", "value", "out"),
+        ("q_proj", "k_proj", "v_proj", "attn_out_proj"),
+        ("a", "b", "c", "d"),
+    ],
+)
+def test_query_and_out_tell_each_other(names):
+    shapes = dict(zip((f"attn/{name}/kernel" for name in names), HEADS.values(), strict=True))
+    want = dict(zip(shapes, HEADS_AXES.values(), strict=True))
+    assert axes_of(shapes) == want
+
+
+def test_low_rank_attention_by_the_number_of_heads():
+    shapes: Shapes = {
+        "attn/wq_a/kernel": (512, 96), "attn/wq_b/kernel": (96, 16, 24),
+        "attn/wkv_a/kernel": (512, 72), "attn/wkv_b/kernel": (64, 16, 32),
+        "attn/out/kernel": (16, 16, 512),
+    }  # fmt: skip
+    found = axes_of(shapes)
+    assert found["attn/wq_b/kernel"] == found["attn/wkv_b/kernel"] == ((), (0,), (1, 2))
+    assert found["attn/out/kernel"] == ((), (0, 1), (2,))
+
+
+def test_einsums_of_gemma():
+    attention: Shapes = {"attn_vec_einsum/w": (4, 16, 64)}
+    fused = attention | {"qkv_einsum/w": (3, 4, 64, 16)}
+    apart = attention | {"q_einsum/w": (4, 64, 16), "kv_einsum/w": (2, 2, 64, 16)}
+    assert matrices_of(under("attn", fused)) == {
+        "attn/attn_vec_einsum/w": ((1, 64, 64),),
+        "attn/qkv_einsum/w": ((3, 64, 64),),
+    }
+    assert matrices_of(under("attn", apart)) == {
+        "attn/attn_vec_einsum/w": ((1, 64, 64),),
+        "attn/q_einsum/w": ((1, 64, 64),),
+        "attn/kv_einsum/w": ((2, 64, 32),),
+    }
+    alone: Shapes = {"qkv_einsum": (3, 4, 64, 16), "kv_einsum": (2, 2, 64, 16)}
+    assert matrices_of(alone) == {"qkv_einsum": ((3, 64, 64),), "kv_einsum": ((2, 64, 32),)}
+
+
+@pytest.mark.parametrize("place", [None, 0, 1])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_gate_and_up_of_gemma(is_transposed, place):
+    gate = (2, 96, 64) if is_transposed else (2, 64, 96)
+    layer: Shapes = {"mlp/gating_einsum": gate, "mlp/linear": (96, 64), **NORM}
+    layer |= under("attn", HEADS)
+    axes: Axes = ((0,), (2,), (1,)) if is_transposed else ((0,), (1,), (2,))
+    if place is None:
+        assert axes_of(layer)["mlp/gating_einsum"] == axes
+        return
+    found = axes_of(under("layers", stack(layer, place, 5)))["layers/mlp/gating_einsum"]
+    (want,) = stacked_axes({"": axes}, place).values()
+    assert [sorted(group) for group in found] == [sorted(group) for group in want]
+
+
+@pytest.mark.parametrize(
+    ("shape", "bias", "axes"),
+    [
+        ((64, 3, 4, 16), (3, 4, 16), ((1,), (0,), (2, 3))),
+        ((64, 3, 4, 16), None, ((1,), (0,), (2, 3))),
+        ((64, 4, 3, 16), None, ((2,), (0,), (1, 3))),
+        ((3, 64, 4, 16), None, ((0,), (1,), (2, 3))),
+        ((64, 3, 64), (3, 64), ((1,), (0,), (2,))),
+    ],
+)
+def test_fused_query_key_and_value_are_three(shape, bias, axes):
+    shapes: Shapes = {"attn/qkv/kernel": shape} | ({"attn/qkv/bias": bias} if bias else {})
+    assert axes_of(shapes) == {"attn/qkv/kernel": axes}
+
+
+def test_outputs_first_in_praxis():
+    shapes: Shapes = {f"attn/{name}/w": (64, 4, 16) for name in ("query", "key", "value", "post")}
+    found = axes_of(shapes | NORM)
+    assert found["attn/query/w"] == ((), (0,), (1, 2))
+    assert found["attn/post/w"] == ((), (1, 2), (0,))
+
+
+# Rules
+
+
+def test_rules_teach_views_and_silence_warnings():
+    shapes: Shapes = {"mix_out": (4, 16, 64), "up": (3, 64, 96), "head": (64, 50)}
+    rules = (
+        Rule("mix_out", "muon", view=MuonDimensionNumbers((0, 1), 2)),
+        Rule("up", "adam"),
+        Rule("head", "muon"),
+        *default_rules(),
+    )
+    assert axes_of(shapes, rules=rules) == {
+        "mix_out": ((), (0, 1), (2,)),
+        "head": ((), (0,), (1,)),
+    }
+    with pytest.warns(MuonWarning, match=r"can't tell.*: mix_out \(4, 16, 64\), up \(3"):
+        assert axes_of(shapes) == {}
+
+
+def test_a_rule_beats_what_would_be_found():
+    shapes: Shapes = {"q/kernel": (64, 4, 16), "q/bias": (4, 16), "lm_head/kernel": (64, 50)}
+    by_heads = Rule("q", "muon", view=MuonDimensionNumbers(0, 2))
+    assert axes_of(shapes) == {"q/kernel": ((), (0,), (1, 2))}
+    rules = (by_heads, Rule("lm_head", "muon"))
+    assert axes_of(shapes, rules=rules) == {
+        "q/kernel": ((1,), (0,), (2,)),
+        "lm_head/kernel": ((), (0,), (1,)),
+    }
+    assert axes_of(shapes, rules=(Rule("q", "adam"),)) == {}
+
+
+def test_one_rule_with_negative_axes_serves_stacked_and_single_leaves():
+    shapes: Shapes = {"layers/mix": (6, 8, 64, 96), "last/mix": (8, 64, 96)}
+    rules = (Rule("mix", "muon", view=MuonDimensionNumbers(-2, -1)),)
+    assert axes_of(shapes, rules=rules) == {
+        "layers/mix": ((0, 1), (2,), (3,)),
+        "last/mix": ((0,), (1,), (2,)),
+    }
+
+
+def test_rules_with_fused_views():
+    params = tree({"qkv/kernel": (64, 96)})
+    view = MatrixView(-2, -1, split=(64, 16, 16))
+    assert flax_matrix_views(params, rules=(Rule("qkv", "muon", view=view),)) == {
+        "qkv": {"kernel": view}
+    }
+
+
+def test_a_rule_for_a_module_is_for_its_weight():
+    shapes: Shapes = {"mix/w": (6, 8, 64), "mix/bias": (6, 64), "mix/scale": (64,)}
+    rules = (Rule("mix", "muon", view=MuonDimensionNumbers(-2, -1)),)
+    assert axes_of(shapes, rules=rules) == {"mix/w": ((0,), (1,), (2,))}
+    rules = (Rule("mix/bias", "muon", view=MuonDimensionNumbers(-2, -1)),)
+    assert axes_of(shapes, rules=rules)["mix/bias"] == ((), (0,), (1,))
+
+
+def test_rules_that_can_not_hold():
+    params = tree({"a/kernel": (64, 32), "b/kernel": (64, 32)})
+    with pytest.raises(ValueError, match=r"match no leaf of a/kernel, b/kernel:\n  'c' -> 'muon'"):
+        flax_matrix_views(params, rules=(Rule("c", "muon"),))
+    with pytest.raises(ValueError, match=r"views freeze nothing.*\n  'a' -> 'frozen'$"):
+        flax_matrix_views(params, rules=(Rule("a", "frozen"), Rule("b", "adam")))
+    three = Rule("kernel", "muon", view=MuonDimensionNumbers(1, 2))
+    with pytest.raises(ValueError, match=r"don't fit:\n  a/kernel by .*\[-2, 1\].*\n  b/kernel by"):
+        flax_matrix_views(params, rules=(three,))
+
+
+def test_a_partial_is_asked_at_each_trace():
+    shapes: Shapes = {"layers/mix": (2, 4, 6), "head": (6, 8)}
+    params = {path: jnp.ones(shape) for path, shape in shapes.items()}
+    rules = (Rule("*mix", "muon", view=MuonDimensionNumbers(-2, -1)),)
+    views = functools.partial(flax_matrix_views, rules=rules)
+    tx = muon(1.0, "tight", scale="none", muon_weight_dimension_numbers=views)
+    state = jax.jit(tx.init)(params)
+    update = jax.jit(lambda g, s, p: tx.update(g, s, p)[0])(params, state, params)
+    norms = np.linalg.norm(np.asarray(update["layers/mix"]), 2, axis=(1, 2))
+    np.testing.assert_allclose(norms, 1.0, atol=0.05)
+
+
+def test_the_warning_names_all_the_leaves():
+    shapes: Shapes = {f"layer_{i}/a/kernel": (3, 16, 24) for i in range(40)}
+    with pytest.warns(MuonWarning) as records:
+        assert axes_of(shapes) == {}
+    assert len(records) == 1
+    assert all(f"{path} (3, 16, 24)" in str(records[0].message) for path in shapes)
