@@ -150,13 +150,17 @@ def _heads(
     ]
     widths = _widths(reading)
     heads = heads_by_name(layers, widths)
-    return heads if reading.usage else heads | heads_by_shape(layers, widths)
+    by_shape = heads_by_shape(layers, widths, is_ordered=reading.is_ordered)
+    return heads if reading.usage else heads | by_shape
 
 
 def _layer(leaf: ModuleLeaf, choice: Choice, stacked: Axes | None) -> Layer:
     assert choice.view is not None
     bound = bind_view(choice.view, leaf.shape)
-    return Layer(leaf.segments, leaf.shape, bound.fan_in, bound.fan_out, bool(stacked))
+    channels = max(leaf.shape[axis] for axis in bound.reduction_axes)
+    takes = frozenset({bound.fan_in, channels})
+    is_dense = len(bound.reduction_axes) == len(bound.output_axes) == 1
+    return Layer(leaf.segments, leaf.shape, takes, bound.fan_out, bool(stacked), is_dense)
 
 
 def _widths(reading: Reading) -> frozenset[int]:

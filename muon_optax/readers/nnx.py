@@ -26,10 +26,15 @@ def read(model: nnx.Module, inputs: Inputs) -> Reading:
     chains = {path: _chain(model, path) for path, leaf in leaves if is_float_leaf(leaf)}
     shapes = {path: tuple(jnp.shape(leaf)) for path, leaf in leaves}
     found = [_leaf(path, shapes[path], nodes) for path, (_, nodes) in chains.items()]
+    by_name = [leaf.segments for leaf in found]
     found.sort(key=lambda leaf: chains[leaf.segments][0])
+    # `nnx.eval_shape` sorts a module's attributes by their names.
+    is_ordered = by_name != [leaf.segments for leaf in found]
     usage = _usage(model, inputs, found) if inputs else None
     variables = {path: nodes[-1] for path, (_, nodes) in chains.items()}
-    return Reading(tuple(found), usage, stacked=_named_axes(found, variables))
+    return Reading(
+        tuple(found), usage, stacked=_named_axes(found, variables), is_ordered=is_ordered
+    )
 
 
 def _chain(model: nnx.Module, path: Segments) -> tuple[tuple[int, ...], list[Any]]:
@@ -126,17 +131,20 @@ def _by_equation(module: Any, shape: Shape) -> Kernel | None:
 def _named_axes(
     leaves: list[ModuleLeaf], variables: Mapping[Segments, Any]
 ) -> dict[Segments, Axes]:
-    """The axes that bear the name which all stacked parameters share, as `nnx.PARTITION_NAME` says.
+    """The axes with the name that all stacked parameters share and no other has.
 
-    Only one name can be that of the stack, where all of them may be one of several axes by shape.
+    That is the name which a transform has as `nnx.PARTITION_NAME`.
     """
     named: dict[Segments, dict[str, Axes]] = {}
+    others: set[str] = set()
     for leaf in leaves:
         names = variables[leaf.segments].get_metadata().get("out_sharding") or ()
         found = choices(Declared(leaf.shape, leaf.kernel.shape)) if leaf.kernel else []
-        if len(names) == len(leaf.shape) and found and len(found[0]) == 1:
+        if found == [()]:
+            others.update(names)
+        elif len(names) == len(leaf.shape) and found and len(found[0]) == 1:
             named[leaf.segments] = {names[axes[0]]: axes for axes in found}
-    common = set.intersection(*map(set, named.values())) if named else set()
+    common = set.intersection(*map(set, named.values())) - others if named else set()
     if len(common) != 1:
         return {}
     (name,) = common

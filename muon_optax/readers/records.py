@@ -39,12 +39,13 @@ class Reading:
     """A model's floating-point parameters.
 
     Attributes:
-      leaves: in the order in which the modules define them, as far as the framework keeps it.
+      leaves: in the order in which the modules define them, where that is known.
       usage: what a traced call does with them; None without example inputs.
       heads: the parameters of the layers that make the logits, where the framework says so.
       stacked: the axes of leaves that a transform is known to have stacked.
       is_input_first: whether the framework's own layers keep weights as [in, out].
       takes_inputs: whether the reader could have traced a call.
+      is_ordered: whether the modules' order is known.
     """
 
     leaves: tuple[ModuleLeaf, ...]
@@ -53,3 +54,4 @@ class Reading:
     stacked: Mapping[Segments, Axes] = dataclasses.field(default_factory=dict)
     is_input_first: bool = True
     takes_inputs: bool = True
+    is_ordered: bool = True

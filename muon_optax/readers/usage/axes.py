@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from muon_optax.rules import Shape
 
-__all__ = ["Factor", "Weight", "whole"]
+__all__ = ["Dim", "Factor", "Weight", "whole"]
 
 
 class Factor(NamedTuple):
@@ -48,10 +48,9 @@ class Weight:
     batch: frozenset[Factor] = frozenset()
     cut: tuple[int, int, int] | None = None
 
-    @property
-    def factors(self) -> Dim:
-        """The factors of all dims."""
-        return tuple(f for dim in self.dims for f in dim)
+    def factors_of(self, dims: Sequence[int]) -> Dim:
+        """The factors of some dims."""
+        return tuple(f for i in dims for f in self.dims[i])
 
     def permuted(self, order: Sequence[int]) -> "Weight":
         """The array transposed."""

@@ -5,10 +5,10 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from muon_optax.readers.usage.axes import Factor, Weight
+from muon_optax.readers.usage.axes import Dim, Factor, Weight
 from muon_optax.readers.usage.calls import CALLS
 from muon_optax.readers.usage.trace import Handler, Trace, shape_of
-from muon_optax.readers.usage.values import Kind, Outputs, Value
+from muon_optax.readers.usage.values import Kind, Value
 
 __all__ = ["HANDLERS"]
 
@@ -19,21 +19,23 @@ def _same(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
 
 
 def _transpose(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
-    order = eqn.params["permutation"]
-    moved = ins[0].moved(lambda w: w.permuted(order))
-    outputs = tuple(ins[0].outputs[i] for i in order) if ins[0].outputs else ()
+    moved = ins[0].moved(lambda w: w.permuted(eqn.params["permutation"]))
     # einsum("td,kdh->kth") and vmap over weights bring what counts the matrices to the front.
-    front = list(itertools.takewhile(bool, outputs))
-    if any(outputs[len(front) :]):
-        trace.stacked.update(*front)
-    return [dataclasses.replace(moved, outputs=outputs)]
+    for weight in moved.outputs:
+        front = list(itertools.takewhile(bool, weight.dims))
+        if any(weight.dims[len(front) :]):
+            trace.stacked.update((weight.leaf, f) for dim in front for f in dim)
+    return [moved]
 
 
 def _reshape(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
-    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-    lost = [w for w in ins[0].weights if w.reshaped(old, new) is None]
-    trace.note(lost, "other")
-    return [ins[0].moved(lambda w: w.reshaped(old, new))]
+    value, old = ins[0], shape_of(eqn.invars[0])
+    order = eqn.params["dimensions"]
+    if order is not None:  # transposed first
+        value, old = value.moved(lambda w: w.permuted(order)), tuple(old[i] for i in order)
+    new = shape_of(eqn.outvars[0])
+    trace.note([w for w in value.weights if w.reshaped(old, new) is None], "other")
+    return [value.moved(lambda w: w.reshaped(old, new))]
 
 
 def _broadcast(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
@@ -136,30 +138,25 @@ def _dot_general(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
     is_lookup = lhs.is_one_hot or rhs.is_one_hot
     is_pair = bool(lhs.weights and rhs.weights)
     kind: Kind = "lookup" if is_lookup else "combined" if is_pair else "matmul"
-    used = []
-    for value, sums, batch in sides:
+    used, free = [], [_free(atom, *side[1:]) for atom, side in zip(eqn.invars, sides, strict=True)]
+    for (value, sums, batch), kept in zip(sides, free, strict=True):
         for weight in value.weights:
-            reduction = [f for i in sums for f in weight.dims[i]]
-            free = _free(len(weight.dims), sums, batch)
-            used.append((weight, kind, reduction, [f for i in free for f in weight.dims[i]]))
-        if value.outputs:  # what counts the matrices of one layer counts those of the next
-            trace.stacked.update(*(value.outputs[i] for i in batch))
+            used.append((weight, kind, weight.factors_of(sums), weight.factors_of(kept)))
+        for weight in value.outputs:  # what counts one layer's matrices counts the next one's
+            trace.stacked.update((weight.leaf, f) for f in weight.factors_of(batch))
     result = trace.layer(eqn, used, ins)
-    ranks = [len(shape_of(atom)) for atom in eqn.invars]
-    outputs = [_outputs(side, rank) for side, rank in zip(sides, ranks, strict=True)]
-    return [dataclasses.replace(result, outputs=((),) * len(lhs_batch) + outputs[0] + outputs[1])]
+    blank: list[list[Dim]] = [[()] * len(lhs_batch), *([()] * len(kept) for kept in free)]
+    outputs = []
+    for i, (value, _, _) in enumerate(sides):
+        for weight in value.weights:
+            parts = [*blank]
+            parts[i + 1] = [weight.dims[k] for k in free[i]]
+            outputs.append(Weight(weight.leaf, tuple(itertools.chain(*parts))))
+    return [dataclasses.replace(result, outputs=tuple(outputs))]
 
 
-def _free(rank: int, sums: Sequence[int], batch: Sequence[int]) -> list[int]:
-    return [i for i in range(rank) if i not in (*sums, *batch)]
-
-
-def _outputs(side: tuple[Value, Sequence[int], Sequence[int]], rank: int) -> tuple[Outputs, ...]:
-    value, sums, batch = side
-    return tuple(
-        tuple((weight.leaf, f) for weight in value.weights for f in weight.dims[i])
-        for i in _free(rank, sums, batch)
-    )
+def _free(atom: Any, sums: Sequence[int], batch: Sequence[int]) -> list[int]:
+    return [i for i in range(len(shape_of(atom))) if i not in (*sums, *batch)]
 
 
 def _activation(ins: Sequence[Value]) -> Value:
@@ -196,16 +193,19 @@ def _convolution(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
     trace.note(image.weights, "other")
     if not kernel.weights:
         return [_activation(ins)]
-    out_dim, in_dim, *window = eqn.params["dimension_numbers"].rhs_spec
-    groups, shape = eqn.params["feature_group_count"], shape_of(eqn.invars[1])
-    used = []
+    numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
+    out_dim, in_dim, *window = numbers.rhs_spec
+    used, outputs = [], []
     for weight in kernel.weights:
         output, rest = _in_groups(weight.dims[out_dim], groups)
-        reduction = [f for dim in (in_dim, *window) for f in weight.dims[dim]]
-        is_depthwise = shape[in_dim] == 1 and (rest > 1 or not output)
+        is_depthwise = shape_of(eqn.invars[1])[in_dim] == 1 and (rest > 1 or not output)
         kind: Kind = "depthwise" if is_depthwise else "matmul"
-        used.append((weight, kind, reduction, output))
-    return [trace.layer(eqn, used, [image])]
+        used.append((weight, kind, weight.factors_of((in_dim, *window)), output))
+        dims: list[Dim] = [()] * len(numbers.out_spec)
+        dims[numbers.out_spec[1]] = weight.dims[out_dim]
+        outputs.append(Weight(weight.leaf, tuple(dims)))
+    result = trace.layer(eqn, used, [image])
+    return [dataclasses.replace(result, outputs=tuple(outputs))]
 
 
 def _in_groups(dim: Sequence[Factor], groups: int) -> tuple[list[Factor], int]:
@@ -235,8 +235,8 @@ def _ragged_dot(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
     kind: Kind = "matmul"
     used = []
     for weight in rhs.weights:
-        free = [f for i, dim in enumerate(weight.dims) if i not in alone for f in dim]
-        used.append((weight, kind, [f for i in sums for f in weight.dims[i]], free))
+        free = [i for i in range(len(weight.dims)) if i not in alone]
+        used.append((weight, kind, weight.factors_of(sums), weight.factors_of(free)))
     return [trace.layer(eqn, used, ins)]
 
 

@@ -6,10 +6,9 @@ from typing import Literal, NamedTuple
 
 from muon_optax.readers.usage.axes import Factor, Weight
 
-__all__ = ["Kind", "LayerId", "Outputs", "Use", "Value", "joined"]
+__all__ = ["Kind", "LayerId", "Use", "Value", "joined"]
 
 LayerId = tuple[int, ...]
-Outputs = tuple[tuple[int, Factor], ...]  # (parameter, factor)
 Kind = Literal["matmul", "depthwise", "lookup", "combined", "other"]
 
 
@@ -23,21 +22,23 @@ class Value:
       is_one_hot: whether it compares inputs with an iota, as a one-hot lookup does.
       layers: the layers (matmuls, convolutions and lookups of parameters) that it comes from
         without another layer between.
-      outputs: for what a matmul puts out, the parameters' factors that make each of its dims; none
-        for the activation's own dims.
+      outputs: for what a layer puts out, the factors of its parameters that make each of its dims;
+        none for the activation's own dims.
     """
 
     weights: tuple[Weight, ...] = ()
     is_data: bool = False
     is_one_hot: bool = False
     layers: frozenset[LayerId] = frozenset()
-    outputs: tuple[Outputs, ...] = ()
+    outputs: tuple[Weight, ...] = ()
 
     def moved(self, move: Callable[[Weight], Weight | None]) -> "Value":
         """The value after an operation that only moves elements."""
-        moved = [move(w) for w in self.weights]
-        weights = tuple(w for w in moved if w is not None)
-        return dataclasses.replace(self, weights=weights, outputs=())
+        weights, outputs = (
+            tuple(m for w in held if (m := move(w)) is not None)
+            for held in (self.weights, self.outputs)
+        )
+        return dataclasses.replace(self, weights=weights, outputs=outputs)
 
     def without_weights(self) -> "Value":
         """The value where what it holds can't be followed any further."""
