@@ -6,7 +6,7 @@ from typing import NamedTuple
 from muon_optax.matrix_view import MatrixView, MuonDimensionNumbers, bind_view
 from muon_optax.readers.heads import Layer, heads_by_name, heads_by_shape
 from muon_optax.readers.kernels import Kernel
-from muon_optax.readers.names import is_adapter, rule_for
+from muon_optax.readers.names import is_adapter, is_expert, rule_for
 from muon_optax.readers.records import ModuleLeaf, Reading
 from muon_optax.readers.stacks import Axes, Declared, choices, shifted, stacked_axes
 from muon_optax.readers.usage import Role
@@ -103,10 +103,23 @@ def _choose(leaf: ModuleLeaf, reading: Reading, stacked: Mapping[Segments, Axes 
         return Choice("adam", "fewer than two dims")
     role = reading.usage.roles.get(leaf.segments) if reading.usage else None
     if role is not None and role.view is not None:
-        return Choice("muon", f"weight of {leaf.module}, by its use", role.view)
+        view = _experts_apart(role.view, leaf) if is_expert(leaf.segments) else role.view
+        return Choice("muon", f"weight of {leaf.module}, by its use", view)
     if role is not None and role.kind in _KINDS:
         return Choice("adam", _KINDS[role.kind].format(leaf.module))
     return _by_name(leaf, reading.is_input_first)
+
+
+def _experts_apart(view: View, leaf: ModuleLeaf) -> View:
+    """The view without experts' leading axis among the merged ones.
+
+    einsum("td,edf->tef") and einsum("tef,efd->td") are those of heads, but for what they mean.
+    """
+    reduction, output = _sorted_axes(view)
+    first = min((*reduction, *output))
+    kept = [tuple(a for a in axes if a != first) for axes in (reduction, output)]
+    is_apart = isinstance(view, MuonDimensionNumbers) and len(leaf.shape) > 2 and all(kept)
+    return MuonDimensionNumbers(*kept) if is_apart else view
 
 
 def _by_module(leaf: ModuleLeaf, kernel: Kernel, stacked: Axes | None) -> Choice:

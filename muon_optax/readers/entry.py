@@ -47,7 +47,7 @@ def model_rules(model: Any, /, *inputs: Any, **options: Any) -> tuple[Rule, ...]
       TypeError: for a model of another framework, or one that needs inputs and has none.
 
     Example:
-      >>> import equinox as eqx, jax
+      >>> import equinox as eqx, jax, muon_optax
       >>> mlp = eqx.nn.MLP(4, 8, 64, 2, key=jax.random.key(0))  # weights are [out, in]
       >>> rules = model_rules(mlp)
       >>> print(rules[0].reason, rules[0].view)

@@ -1,6 +1,7 @@
 """Haiku models: the parameters of `hk.transform(f).init`, seen while it makes them."""
 
 import importlib
+import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -126,11 +127,23 @@ def _declared(owner: _Owner, name: str) -> Kernel | None:
 
 
 def _usage(model: Any, params: Any, state: Any, inputs: Inputs, leaves: list[ModuleLeaf]) -> Usage:
+    rest = (jax.random.key(0),) if _takes_key(model, has_state=state is not None) else ()
+
     def call(params: Any, data: Any) -> Any:
         state, arrays = data
-        before = (params,) if state is None else (params, state)
-        key = jax.random.key(0)
-        made = inputs.into(lambda *a, **k: model.apply(*before, key, *a, **k), arrays)
+        before = (params, *rest) if state is None else (params, state, *rest)
+        made = inputs.into(lambda *a, **k: model.apply(*before, *a, **k), arrays)
         return made if state is None else made[0]
 
     return read_usage(call, params, (state, inputs.arrays), adapters(leaves))
+
+
+def _takes_key(model: Any, *, has_state: bool) -> bool:
+    """Whether `apply` takes a key: `hk.without_apply_rng` returns the same type without one.
+
+    `init(key, *inputs)` always has one, where `apply` has the parameters, perhaps states and a key.
+    """
+    count = {
+        name: len(inspect.signature(getattr(model, name)).parameters) for name in model._fields
+    }
+    return count["apply"] - count["init"] > has_state

@@ -1,6 +1,6 @@
 """Flax Linen models: the "params" of `model.init`, whose modules are seen while it is traced."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -19,7 +19,16 @@ from muon_optax.tree_paths import Segments, leaves_with_segments
 
 __all__ = ["read"]
 
-Owners = dict[Segments, tuple[nn.Module, Shape]]
+
+class _Owner(NamedTuple):
+    """A module that holds a parameter, the module that called it, and the parameter's shape."""
+
+    module: nn.Module
+    caller: nn.Module | None
+    shape: Shape
+
+
+_Owners = dict[Segments, _Owner]
 
 
 def read(model: nn.Module, inputs: Inputs) -> Reading:
@@ -33,7 +42,7 @@ def read(model: nn.Module, inputs: Inputs) -> Reading:
             "model_rules needs example inputs for a Linen model, whose parameters its call makes: "
             "model_rules(model, *inputs), where jax.ShapeDtypeStruct will do for an array"
         )
-    owners: Owners = {}
+    owners: _Owners = {}
 
     def init(arrays: Any) -> Any:
         with nn.intercept_methods(_noting(owners)):
@@ -49,40 +58,46 @@ def read(model: nn.Module, inputs: Inputs) -> Reading:
     return Reading(tuple(found), _usage(model, params, variables, inputs, found))
 
 
-def _noting(owners: Owners) -> Any:
+def _noting(owners: _Owners) -> Any:
     """An interceptor that notes each parameter's module and its shape there.
 
     Inside `nn.scan` and `nn.vmap` that is the shape of one layer. What a module's own method sees
     comes before what a transform around it does, so that the first note is the one to keep.
     """
+    callers: list[nn.Module] = []
 
     def intercept(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        result = method(*args, **kwargs)
         module = context.module
+        callers.append(module)
+        try:
+            result = method(*args, **kwargs)
+        finally:
+            callers.pop()
         if module.scope is not None:
+            caller = callers[-1] if callers else None
             for name, value in module.variables.get("params", {}).items():
                 leaf = meta.unbox(value)
                 if hasattr(leaf, "shape"):
-                    place = (*module.path, name)
-                    owners.setdefault(place, (module, tuple(leaf.shape)))
+                    owner = _Owner(module, caller, tuple(leaf.shape))
+                    owners.setdefault((*module.path, name), owner)
         return result
 
     return intercept
 
 
-def _leaf(path: Segments, shape: Shape, owners: Owners) -> ModuleLeaf:
+def _leaf(path: Segments, shape: Shape, owners: _Owners) -> ModuleLeaf:
     if path not in owners:
         return ModuleLeaf(path, shape, "a function")
-    module, declared = owners[path]
-    kernel = _declared(module, path[-1], declared)
-    return ModuleLeaf(path, shape, type(module).__name__, kernel)
+    kernel = _declared(owners[path], path[-1])
+    return ModuleLeaf(path, shape, type(owners[path].module).__name__, kernel)
 
 
 _NORMS = (nn.BatchNorm, nn.GroupNorm, nn.InstanceNorm, nn.LayerNorm, nn.RMSNorm, nn.WeightNorm)
 
 
-def _declared(module: nn.Module, name: str, shape: Shape) -> Kernel | None:
-    """What one of Flax's modules says of its own parameter, of this shape."""
+def _declared(owner: _Owner, name: str) -> Kernel | None:
+    """What one of Flax's modules says of its own parameter."""
+    module, caller, shape = owner
     last = len(shape) - 1
     match module, name:
         case nn.Embed(), "embedding":
@@ -98,7 +113,7 @@ def _declared(module: nn.Module, name: str, shape: Shape) -> Kernel | None:
         case nn.Einsum(), "kernel" if module.einsum_str:
             return einsum(module.einsum_str, shape)
         case nn.Conv(), "kernel":
-            gates = 4 if isinstance(module.parent, nn.ConvLSTMCell) else 1
+            gates = 4 if isinstance(caller, nn.ConvLSTMCell) else 1
             groups = module.feature_group_count
             return convolution(shape, last - 1, last, groups=groups, blocks=gates)
         case nn.ConvLocal(), "kernel":  # a matrix for each place, [*places, window * in, out]

@@ -7,7 +7,7 @@ from muon_optax.readers.records import ModuleLeaf
 from muon_optax.rules import Rule, Shape, default_rules, first_rule, words
 from muon_optax.tree_paths import Segments
 
-__all__ = ["adapters", "is_adapter", "named_head", "rule_for"]
+__all__ = ["adapters", "is_adapter", "is_expert", "named_head", "rule_for"]
 
 _TOKEN = re.compile(r"[a-z]+|[0-9]+")
 _BASES = {"base_layer", "base_module"}  # the layer inside an adapter, in PEFT and in Flax
@@ -43,6 +43,17 @@ def is_adapter(segments: Segments) -> bool:
     names = words(segments)
     bases = [i for i, name in enumerate(names) if name in _BASES]
     return any("lora" in _TOKEN.findall(name) for name in names[bases[-1] + 1 if bases else 0 :])
+
+
+def is_expert(segments: Segments) -> bool:
+    """Whether a path is that of a mixture of experts.
+
+    Example:
+      >>> is_expert(("MoeBlock_0", "wo")), is_expert(("attention", "wo"))
+      (True, False)
+    """
+    tokens = {token for name in words(segments) for token in _TOKEN.findall(name)}
+    return any(token.startswith(("moe", "expert")) for token in tokens)
 
 
 def adapters(leaves: Iterable[ModuleLeaf]) -> frozenset[Segments]:

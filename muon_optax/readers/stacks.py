@@ -80,7 +80,8 @@ def _chosen(
             return None  # another stack's axes say nothing of this one's
         front = set.intersection(*(_places(options[p], shapes[p]) for p in beside))
         back = set.intersection(*(_places(options[p], shapes[p], True) for p in beside))
-        found = {axes for axes, _ in front} or {tuple(a + rank for a in axes) for axes, _ in back}
+        # One transform stacks on one axis, counted from the front or from the back.
+        found = {axes for axes, _ in front} | {tuple(a + rank for a in axes) for axes, _ in back}
         if len(found) < 2:
             return found.pop() if found else None
     return None
