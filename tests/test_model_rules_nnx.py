@@ -145,7 +145,7 @@ def test_the_name_of_a_stacked_axis():
 
     def linear(r: nnx.Rngs, *names: str) -> nnx.Linear:
         metadata = {"eager_sharding": False}
-        kernel, bias = ({"sharding_names": n, **metadata} for n in (names, names[1:]))
+        kernel, bias = ({"out_sharding": n, **metadata} for n in (names, names[1:]))
         return nnx.Linear(4, 4, kernel_metadata=kernel, bias_metadata=bias, rngs=r)
 
     def layer(r: nnx.Rngs) -> nnx.Module:
@@ -243,10 +243,11 @@ def test_heads_of_a_vgg():
 def test_heads_of_a_policy_without_inputs():
     class Policy(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
-            self.hidden = nnx.Linear(8, 16, rngs=rngs)
-            self.more = nnx.Linear(16, 16, rngs=rngs)
-            self.policy = nnx.Linear(16, 6, rngs=rngs)
-            self.value = nnx.Linear(16, 1, rngs=rngs)
+            zeros = {"kernel_init": nnx.initializers.zeros, "rngs": rngs}  # quick to make
+            self.hidden = nnx.Linear(8, 16, **zeros)
+            self.more = nnx.Linear(16, 16, **zeros)
+            self.policy = nnx.Linear(16, 6, **zeros)
+            self.value = nnx.Linear(16, 1, **zeros)
 
     found = read(Policy(rngs()))
     assert [p for p, m in found.items() if m == "head: Linear"] == ["policy/kernel", "value/kernel"]

@@ -1,6 +1,6 @@
 """Equinox models: `eqx.filter(model, eqx.is_inexact_array)`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -33,16 +33,21 @@ def _is_trained(leaf: Any) -> bool:
 def _leaf(path: Segments, shape: tuple[int, ...], model: eqx.Module) -> ModuleLeaf:
     nodes: list[Any] = [model]
     for name in path[:-1]:
-        nodes.append(_child(nodes[-1], name))
+        child = _child(nodes[-1], name)
+        if child is None:  # in a container that isn't Equinox' or Python's own
+            break
+        nodes.append(child)
     owner = next(node for node in reversed(nodes) if isinstance(node, eqx.Module))
-    kernel = _declared(owner, path[-1]) if owner is nodes[-1] else None
+    kernel = _declared(owner, path[-1]) if owner is nodes[-1] and len(nodes) == len(path) else None
     return ModuleLeaf(path, shape, type(owner).__name__, kernel)
 
 
 def _child(node: Any, name: str) -> Any:
     if isinstance(node, Mapping):
-        return next(child for key, child in node.items() if str(key) == name)
-    return node[int(name)] if name.isdigit() else getattr(node, name)
+        return next((child for key, child in node.items() if str(key) == name), None)
+    if isinstance(node, Sequence) and name.isdigit():
+        return node[int(name)]
+    return getattr(node, name, None)
 
 
 _NORMS = (eqx.nn.BatchNorm, eqx.nn.GroupNorm, eqx.nn.LayerNorm, eqx.nn.RMSNorm)

@@ -38,10 +38,15 @@ def read(model: nnx.Module, inputs: Inputs) -> Reading:
 
 
 def _chain(model: nnx.Module, path: Segments) -> tuple[tuple[int, ...], list[Any]]:
-    """The nodes from the model to a parameter, and their places among their siblings."""
+    """The nodes from the model to a parameter, and their places among their siblings.
+
+    They end before a container that isn't Flax's or Python's own.
+    """
     places, nodes = [], [model]
     for name in path:
         children = dict(_children(nodes[-1]))
+        if name not in children:
+            break
         places.append(list(children).index(name))
         nodes.append(children[name])
     return tuple(places), nodes
@@ -54,13 +59,13 @@ def _children(node: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(node, Mapping) and not isinstance(node, nnx.Module):
         yield from ((str(key), child) for key, child in node.items())
     else:
-        yield from vars(node).items()
+        yield from getattr(node, "__dict__", {}).items()
 
 
 def _leaf(path: Segments, shape: Shape, nodes: list[Any]) -> ModuleLeaf:
     places = [i for i, node in enumerate(nodes) if isinstance(node, nnx.Module)]
     owner, parent = nodes[places[-1]], nodes[places[-2]] if len(places) > 1 else None
-    is_own = places[-1] == len(nodes) - 2  # not in a list or dict of the module's
+    is_own = places[-1] == len(path) - 1  # not in a list or dict of the module's
     kernel = _declared(owner, parent, path[-1]) if is_own else None
     return ModuleLeaf(path, shape, type(owner).__name__, kernel or _by_equation(owner, shape))
 
@@ -138,7 +143,9 @@ def _named_axes(
     named: dict[Segments, dict[str, Axes]] = {}
     others: set[str] = set()
     for leaf in leaves:
-        names = variables[leaf.segments].get_metadata().get("out_sharding") or ()
+        variable = variables[leaf.segments]
+        is_variable = isinstance(variable, nnx.Variable)
+        names = (variable.get_metadata().get("out_sharding") if is_variable else None) or ()
         found = choices(Declared(leaf.shape, leaf.kernel.shape)) if leaf.kernel else []
         if found == [()]:
             others.update(names)

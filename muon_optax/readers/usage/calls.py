@@ -1,4 +1,4 @@
-"""Primitives that call other jaxprs: loops, branches and plain calls."""
+"""Loops and branches."""
 
 from typing import Any
 
@@ -41,27 +41,5 @@ def _cond(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
     return results
 
 
-def _call(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
-    jaxpr = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
-    return trace.call(eqn, jaxpr, ins)
-
-
-_PLAIN = (
-    "checkpoint",
-    "closed_call",
-    "core_call",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "jit",
-    "pjit",
-    "remat2",
-    "shard_map",
-)
-
-CALLS: dict[str, Handler] = {
-    "cond": _cond,
-    "scan": _scan,
-    "while": _while,
-    **dict.fromkeys(_PLAIN, _call),
-}
-"""For each primitive that calls a jaxpr."""
+CALLS: dict[str, Handler] = {"cond": _cond, "scan": _scan, "while": _while}
+"""For each primitive that calls jaxprs otherwise than once with its own operands."""

@@ -39,7 +39,7 @@ class Trace:
             return Value() if hasattr(atom, "val") else known[atom]
 
         for eqn in jaxpr.eqns:
-            handle = self._handlers.get(eqn.primitive.name, _by_shapes)
+            handle = self._handlers.get(eqn.primitive.name) or _by_structure(eqn)
             results = handle(self, eqn, [value_of(atom) for atom in eqn.invars])
             known.update(zip(eqn.outvars, results, strict=True))
         return [value_of(atom) for atom in jaxpr.outvars]
@@ -104,8 +104,20 @@ def shape_of(atom: Any) -> tuple[int, ...]:
     return tuple(getattr(atom.aval, "shape", ()))
 
 
+def _by_structure(eqn: Any) -> Handler:
+    """Any other primitive: a call of one jaxpr, as `jit` and `checkpoint` are, or a plain one."""
+    jaxpr = next((eqn.params[n] for n in ("jaxpr", "call_jaxpr") if n in eqn.params), None)
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    counts = [
+        len(getattr(side, name, ())) for side in (eqn, inner) for name in ("invars", "outvars")
+    ]
+    if inner is None or counts[:2] != counts[2:]:  # Pallas' have their results as arguments
+        return _by_shapes
+    return lambda trace, eqn, ins: trace.call(eqn, jaxpr, ins)
+
+
 def _by_shapes(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
-    """Any other primitive: elementwise where the shapes say so, else nothing can be followed."""
+    """A primitive that is elementwise where the shapes say so; else nothing can be followed."""
     operands = [(value, shape_of(atom)) for value, atom in zip(ins, eqn.invars, strict=True)]
     shapes = [shape_of(result) for result in eqn.outvars]
     is_data = any(value.is_data for value in ins)
