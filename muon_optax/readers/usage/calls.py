@@ -2,25 +2,32 @@
 
 from typing import Any
 
-from muon_optax.readers.usage.trace import Handler, Trace
+from muon_optax.readers.usage.trace import Handler, Trace, shape_of
 from muon_optax.readers.usage.values import Value, joined
 
 __all__ = ["CALLS"]
 
 
 def _scan(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
-    consts = eqn.params["num_consts"]
-    carries = consts + eqn.params["num_carry"]
-    # A loop takes one place of its leading axis at a time: a layer's weights of a stack.
-    slices = [value.moved(lambda w: w.indexed((0,))) for value in ins[carries:]]
+    body = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
+    # Operands are constants, carry and slices, in this order; JAX 0.12 counts them otherwise than
+    # 0.10, but what is sliced or stacked has one dim more outside.
+    count = sum(not _is_stacked(*pair) for pair in zip(eqn.outvars, body.outvars, strict=True))
+    slices = sum(_is_stacked(*pair) for pair in zip(eqn.invars, body.invars, strict=True))
+    end = len(ins) - slices
+    consts, carry = ins[: end - count], ins[end - count : end]
+    # A loop takes one place of the leading dim at a time: a layer's weights of a stack.
+    taken = [value.moved(lambda w: w.indexed((0,))) for value in ins[end:]]
 
     def step(carry: list[Value]) -> list[Value]:
-        return trace.call(eqn, eqn.params["jaxpr"], [*ins[:consts], *carry, *slices])
+        return trace.call(eqn, eqn.params["jaxpr"], [*consts, *carry, *taken])
 
-    count = carries - consts
-    carry = trace.fixed_point(lambda c: step(c)[:count], ins[consts:carries])
-    results = step(carry)
+    results = step(trace.fixed_point(lambda c: step(c)[:count], carry))
     return [*results[:count], *(value.without_weights() for value in results[count:])]
+
+
+def _is_stacked(outside: Any, inside: Any) -> bool:
+    return len(shape_of(outside)) > len(shape_of(inside))
 
 
 def _while(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
