@@ -13,6 +13,7 @@ from muon_optax.matrix_view import MatrixView, MuonDimensionNumbers
 from muon_optax.notices import MuonWarning
 from muon_optax.plans import Plan, plan
 from muon_optax.polar import newton_schulz
+from muon_optax.readers import model_rules
 from muon_optax.reports import ParameterReport, report
 from muon_optax.rules import Rule, default_rules
 from muon_optax.sharding.planning.device_models import DeviceModel
@@ -43,6 +44,7 @@ __all__ = [
     "check_state",
     "default_rules",
     "flax_matrix_views",
+    "model_rules",
     "muon",
     "newton_schulz",
     "orthogonalize",

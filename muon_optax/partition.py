@@ -249,7 +249,9 @@ def _plain_matrix(shape: Shape, by: str) -> View:
 def check_rules(partition: Partition, params: Any) -> None:
     """Raises for rules of the user's own that decide nothing, as a mistyped name does.
 
-    Where parts of the tree are masked, a rule may be meant for what is there: a warning then.
+    Where parts of the tree are masked, a rule may be meant for what is there: a warning then. Rules
+    by an exact path are those of a whole model, of which a part may be trained, and which rules in
+    front may overrule: it's enough that one of them matches.
 
     Raises:
       ValueError: for rules that match no leaf, or lose each leaf to an earlier rule that says
@@ -257,11 +259,14 @@ def check_rules(partition: Partition, params: Any) -> None:
     """
     places = leaves_with_segments(params, is_absent)
     rules = as_rules(partition) or ()
-    own = [rule for rule in rules if rule not in default_rules()]
-    if not places or not own:
+    exact = [rule for rule in rules if isinstance(rule.pattern, tuple)]
+    own = [r for r in rules if not isinstance(r.pattern, tuple) and r not in default_rules()]
+    if not places or not (own or exact):
         return
     matched = [(rule, [p for p in places if _may_match(rule, *p)]) for rule in own]
     unused = [str(rule) for rule, found in matched if not found]
+    if {path for path, _ in places}.isdisjoint(rule.pattern for rule in exact):
+        unused += [str(rule) for rule in exact[:20]] + ["..."] * (len(exact) > 20)
     names = f"{', '.join(_names(places))}:"
     if unused and any(is_masked(leaf) for _, leaf in places):
         headline = f"these rules match no leaf outside the masked parts; there are {names}"
