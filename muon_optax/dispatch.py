@@ -10,7 +10,6 @@ from optax.contrib import MuonState as OptaxMuonState
 
 from muon_optax.leaf_kinds import check_arrays, dtype_of, is_float_leaf, kind_of
 from muon_optax.momentum import MuonState
-from muon_optax.notices import warn_about
 from muon_optax.partition import (
     NOT_FLOAT,
     Assignment,
@@ -19,10 +18,10 @@ from muon_optax.partition import (
     as_rules,
     assign,
     check_rules,
-    overruled,
+    find_warnings,
+    warn,
 )
 from muon_optax.sharding.specs import whole_shapes
-from muon_optax.surprises import warn_of_surprises
 from muon_optax.tree_paths import (
     Segments,
     is_masked,
@@ -75,13 +74,7 @@ def dispatch(
         whole = whole_shapes(params, param_shardings)
         assignment = assign(whole, views, partition)
         check_rules(partition, params)
-        warn_of_surprises(params, assignment)
-        if views is not None:
-            warn_about(
-                "matrix views beat partition, which says otherwise of these leaves; say it in "
-                "muon_weight_dimension_numbers alone (None is AdamW, nothing is frozen)",
-                overruled(whole, partition, assignment),
-            )
+        warn(find_warnings(params, assignment, views, partition))
         has_frozen = views is None and _may_freeze(partition)
         return partitioned(assignment, has_frozen).init(_only_floats(params))
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from muon_optax.leaf_kinds import check_arrays, is_float_leaf, kind_of
 from muon_optax.matrix_view import MuonDimensionNumbers
 from muon_optax.notices import warn_about
-from muon_optax.rules import Rule, Shape, default_rules, words
+from muon_optax.partition import Rule, Shape, default_rules, first_rules, words
 from muon_optax.tree_paths import (
     Segments,
     is_absent,
@@ -93,7 +93,9 @@ def flax_matrix_views(params: Any, *, scanned: Sequence[str] | str = ()) -> Any:
             "optax.inject_hyperparams pass static_args=('muon_weight_dimension_numbers',)"
         )
     leaves = _leaves(params, stacks)
-    axes = {leaf.segments: _axes(leaf) for leaf in leaves if not _is_adams(leaf)}
+    rules = first_rules(default_rules(), [(leaf.segments, leaf.shape) for leaf in leaves])
+    pairs = list(zip(leaves, rules, strict=True))
+    axes = {leaf.segments: _axes(leaf) for leaf, rule in pairs if not _is_adams(rule)}
     warn_about(
         "flax_matrix_views can't tell the axes of these kernels, which get AdamW; declare their "
         "views by hand, or name the parts that scan or vmap stacked in `scanned`",
@@ -134,8 +136,8 @@ def _leaves(params: Any, stacks: Sequence[Rule]) -> list[_Leaf]:
     ]
 
 
-def _is_adams(leaf: _Leaf) -> bool:
-    return any(rule.matches(leaf.segments, leaf.shape) for rule in default_rules())
+def _is_adams(rule: Rule | None) -> bool:
+    return rule is not None and rule.label == "adam"
 
 
 def _axes(leaf: _Leaf) -> Axes | None:

@@ -2,14 +2,21 @@
 
 import dataclasses
 import math
-import re
 from typing import Any
 
 import numpy as np
 
-from muon_optax.partition import Decision, Partition, Views, assign, check_rules
+from muon_optax.partition import (
+    Decision,
+    Partition,
+    Views,
+    assign,
+    check_rules,
+    find_warnings,
+)
 from muon_optax.scaling import Scale, Scaling, resolve_scaling
 from muon_optax.tables import format_table, rich_table
+from muon_optax.tree_paths import unnumbered
 
 __all__ = ["ParameterReport", "ParameterRow", "report"]
 
@@ -51,6 +58,7 @@ class ParameterReport:
 
     Attributes:
       rows: one for each leaf, in flattening order.
+      warnings: what `muon(...).init` warns of: what was probably not meant, and what to do.
 
     Example:
       >>> import jax.numpy as jnp
@@ -66,6 +74,7 @@ class ParameterReport:
     """
 
     rows: tuple[ParameterRow, ...]
+    warnings: tuple[str, ...] = ()
 
     @property
     def totals(self) -> dict[str, tuple[int, int]]:
@@ -75,8 +84,12 @@ class ParameterReport:
         return {n: (len(sizes), sum(sizes)) for n, sizes in groups.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Rows and totals as plain data for JSON."""
-        return {"rows": [dataclasses.asdict(row) for row in self.rows], "totals": self.totals}
+        """Rows, totals and warnings as plain data for JSON."""
+        return {
+            "rows": [dataclasses.asdict(row) for row in self.rows],
+            "totals": self.totals,
+            "warnings": list(self.warnings),
+        }
 
     def __str__(self) -> str:
         return format_table(_HEADER, self._cells) + "\n" + self._summary()
@@ -88,7 +101,7 @@ class ParameterReport:
     def _cells(self) -> list[tuple[str, ...]]:
         groups: dict[tuple[str, ParameterRow], list[str]] = {}
         for row in self.rows:
-            key = _NUMBER.sub("*", row.path), dataclasses.replace(row, path="")
+            key = unnumbered(row.path), dataclasses.replace(row, path="")
             groups.setdefault(key, []).append(row.path)
         return [
             _cells(f"{pattern} x {len(paths)}" if len(paths) > 1 else paths[0], row)
@@ -100,10 +113,10 @@ class ParameterReport:
             f"{n}: {leaves} {'leaf' if leaves == 1 else 'leaves'}, {size:,} elements"
             for n, (leaves, size) in self.totals.items()
         ]
-        return "; ".join(parts) or "no parameters"
+        totals = "; ".join(parts) or "no parameters"
+        return "\n".join([totals, *(f"warning: {text}" for text in self.warnings)])
 
 
-_NUMBER = re.compile(r"(?:(?<=[/._])|^)\d+(?=[/.]|$)")  # 'layers/3/up', 'h.3.up', 'Block_3'
 _HEADER = ("path", "shape", "matrices", "optimizer", "scale", "reason")
 
 
@@ -150,7 +163,9 @@ def report(
     assignment = assign(params, muon_weight_dimension_numbers, partition)
     check_rules(partition, params)
     scaling = resolve_scaling(scale, scale_factor, consistent_rms)
-    return ParameterReport(tuple(_row(d, scaling) for d in assignment.decisions))
+    views = muon_weight_dimension_numbers
+    found = find_warnings(params, assignment, views, partition)
+    return ParameterReport(tuple(_row(d, scaling) for d in assignment.decisions), found)
 
 
 def _row(d: Decision, scaling: Scaling) -> ParameterRow:

@@ -1,13 +1,12 @@
 """`python -m muon_optax report`: which optimizer each leaf of a model gets, and why."""
 
 import argparse
-import dataclasses
 from pathlib import Path
 from typing import Any, get_args
 
 from muon_optax.cli.output import present
 from muon_optax.cli.target import add_arguments, read_target
-from muon_optax.reports import ParameterReport, report
+from muon_optax.reports import report
 from muon_optax.scaling import Scale
 
 __all__ = ["add_parser", "run"]
@@ -34,10 +33,6 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit code."""
     target = read_target(args)
-    made = report(target.params, muon_weight_dimension_numbers=target.views, scale=args.scale)
-    pairs = zip(made.rows, target.choices, strict=True)
-    made = ParameterReport(
-        tuple(dataclasses.replace(row, optimizer=c.label, reason=c.reason) for row, c in pairs)
-    )
+    made = report(target.params, partition=target.partition, scale=args.scale)
     data = {"model": target.name, **made.to_dict()}
-    return present(target, target.title, made, data, args.json)
+    return present(target, target.title, made, data, args.json, target.notes)

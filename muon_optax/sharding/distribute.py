@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from muon_optax.checks import check_choice, check_static
 from muon_optax.matrix_view import BoundView
 from muon_optax.notices import warn_about
-from muon_optax.rules import first_match, unmatched
+from muon_optax.partition import first_match, unmatched
 from muon_optax.sharding.buckets import Bucket, Leaf
 from muon_optax.sharding.buffers import Arrays, Elementwise
 from muon_optax.sharding.cost import DeviceModel, device_model
