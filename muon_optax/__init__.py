@@ -11,11 +11,11 @@ from muon_optax.alias import muon
 from muon_optax.checkpoints import check_state
 from muon_optax.matrix_view import MatrixView, MuonDimensionNumbers
 from muon_optax.notices import MuonWarning
+from muon_optax.partition import Rule, default_rules
 from muon_optax.plans import Plan, plan
 from muon_optax.polar import newton_schulz
 from muon_optax.readers import model_rules
 from muon_optax.reports import ParameterReport, report
-from muon_optax.rules import Rule, default_rules
 from muon_optax.sharding.planning.device_models import DeviceModel
 from muon_optax.sharding.state import state_shardings
 from muon_optax.statistics import UpdateStats, update_stats

@@ -10,7 +10,6 @@ from optax.contrib import MuonState as OptaxMuonState
 
 from muon_optax.config import MuonConfig, note_if_searched
 from muon_optax.leaf_kinds import check_arrays, dtype_of, is_float_leaf, kind_of
-from muon_optax.notices import warn_about
 from muon_optax.partition import (
     NOT_FLOAT,
     Assignment,
@@ -18,11 +17,11 @@ from muon_optax.partition import (
     as_rules,
     assign,
     check_rules,
-    overruled,
+    find_warnings,
+    warn,
 )
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.specs import whole_shapes
-from muon_optax.surprises import warn_of_surprises
 from muon_optax.transforms.binding import bound_leaves
 from muon_optax.transforms.momentum_state import MuonState
 from muon_optax.transforms.stage import Stage, bound_transformation
@@ -83,13 +82,7 @@ def dispatch(
             return optax.EmptyState()
         bound = _bind(config, params, params, None)
         check_rules(partition, params)
-        warn_of_surprises(params, bound.assignment)
-        if views is not None:
-            warn_about(
-                "matrix views beat partition, which says otherwise of these leaves; say it in "
-                "muon_weight_dimension_numbers alone (None is AdamW, nothing is frozen)",
-                overruled(bound.whole, partition, bound.assignment),
-            )
+        warn(find_warnings(params, bound.assignment, views, partition))
         has_frozen = views is None and _may_freeze(partition)
         return partitioned(params, bound, has_frozen).init(_only_floats(params))
 

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from muon_optax.matrix_view import View, bind_view, is_view
-from muon_optax.rules import Shape, words
+from muon_optax.partition import Shape, words
 from muon_optax.tree_paths import Segments, align, leaves_with_segments, path_name, raise_together
 
 __all__ = ["ROLES", "Role", "parse_sizes", "usual_specs"]

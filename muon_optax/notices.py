@@ -4,7 +4,9 @@ import warnings
 from collections.abc import Sequence
 from typing import Protocol
 
-__all__ = ["MuonWarning", "warn_about"]
+from muon_optax.tree_paths import unnumbered
+
+__all__ = ["MuonWarning", "about", "warn_about"]
 
 
 class MuonWarning(UserWarning):
@@ -27,9 +29,32 @@ class _Named(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-def warn_about(message: str, leaves: Sequence[_Named], most: int = 8) -> None:
+def about(message: str, leaves: Sequence[_Named], most: int | None = 8) -> str:
+    """The message and the leaves; '' where there are none.
+
+    Args:
+      message: what is said of them.
+      leaves: with their paths and shapes. Of those that differ in the numbers of their paths alone
+        the first is named.
+      most: how many are named; None is all.
+    """
+    if not leaves:
+        return ""
+    groups: dict[tuple[str, tuple[int, ...]], list[_Named]] = {}
+    for leaf in leaves:
+        groups.setdefault((unnumbered(leaf.path), leaf.shape), []).append(leaf)
+    shown = list(groups.values())[:most]
+    rest = len(leaves) - sum(map(len, shown))
+    names = ", ".join(map(_name, shown)) + (f" and {rest} more" if rest else "")
+    return f"{message}: {names}"
+
+
+def _name(group: Sequence[_Named]) -> str:
+    alike = f" and {len(group) - 1} like it" if len(group) > 1 else ""
+    return f"{group[0].path} {group[0].shape}{alike}"
+
+
+def warn_about(message: str, leaves: Sequence[_Named], most: int | None = 8) -> None:
     """One warning for all these leaves, of which it names some; nothing where there are none."""
     if leaves:
-        names = ", ".join(f"{leaf.path} {leaf.shape}" for leaf in leaves[:most])
-        more = f" and {len(leaves) - most} more" if len(leaves) > most else ""
-        warnings.warn(f"{message}: {names}{more}", MuonWarning, stacklevel=3)
+        warnings.warn(about(message, leaves, most), MuonWarning, stacklevel=3)

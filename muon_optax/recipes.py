@@ -10,6 +10,7 @@ gradients below about 1e-7, where the sources' updates shrink. torch stores weig
 Flax [in, out]; scales go by role, so that they agree.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,13 +19,13 @@ import optax
 
 from muon_optax.alias import muon
 from muon_optax.matrix_view import MatrixView
-from muon_optax.rules import Rule, default_rules
-from muon_optax.system_rules import (
+from muon_optax.partition import Rule
+from muon_optax.partition.systems import (
     Blocks,
-    SystemRules,
+    fused_rules,
     is_vector_in_disguise,
     named_like,
-    views_of_blocks,
+    with_default_rules,
 )
 
 __all__ = [
@@ -62,6 +63,8 @@ _SYSTEMS: dict[str, dict[str, Any]] = {
         "adam_b2": 0.95,
     },
 }
+# The leaves of XTuner's experts, of which a model has one kind at least.
+_EXPERTS = re.compile(r"(?is)(?:.*[/.])?fused_w(?:1w3|2)(?:[/.].*)?")
 
 
 def torch_muon(
@@ -157,7 +160,7 @@ def llama_factory(
       >>> state.inner_states["adam"].inner_state["moments"].mu["reembedded"].shape
       (4, 8)
     """
-    who = SystemRules((named_like("embed", "lm_head", "wte", "wpe", "lora"),))
+    who = (named_like("embed", "lm_head", "wte", "wpe", "lora"),)
     return _recipe("moonlight", learning_rate, weight_decay, options, who, decays_all=True)
 
 
@@ -195,15 +198,16 @@ def xtuner(
       >>> tx.init(params).inner_states["muon"].inner_state["momentum"].mu["qkv"].shape
       (4, 12)
     """
-    fused = views_of_blocks(split_sizes or {})
-    if num_experts is not None:
-        for name, count in (("fused_w1w3", 2 * num_experts), ("fused_w2", num_experts)):
-            fused |= {name: MatrixView(-2, -1, heads=count)}
     rules = (
         named_like("embed_tokens", "lm_head"),
-        Rule(is_vector_in_disguise, "adam", "one dim above 1"),
+        Rule(is_vector_in_disguise, "adam", "one dim above 1", optional=True),
     )
-    who = SystemRules(rules, tuple(fused.items()), frozenset({"fused_w1w3", "fused_w2"}))
+    fused = fused_rules(split_sizes or {})
+    if num_experts is not None:
+        experts = {"fused_w1w3": 2 * num_experts, "fused_w2": num_experts}
+        any_of = Rule(_EXPERTS, "muon", "experts side by side")  # one of them must be there
+        fused += (*fused_rules(experts, optional=True), any_of)
+    who = (*rules, *fused)
     return _recipe("xtuner", learning_rate, weight_decay, options, who, decays_all=True)
 
 
@@ -271,7 +275,7 @@ def megatron(
     who = None
     if qkv_split is not None:
         view = MatrixView(-2, -1, split=qkv_split, groups=query_groups)
-        who = SystemRules(default_rules(), (("linear_qkv", view),))
+        who = with_default_rules((Rule("linear_qkv", "muon", "fused matrices", view),))
     return _recipe("megatron", learning_rate, weight_decay, options, who, decays_all=True)
 
 
@@ -330,8 +334,7 @@ def dion(
       >>> tx.init(params).inner_states["muon"].inner_state["momentum"].mu["query"].shape
       (4, 16)
     """
-    fused = views_of_blocks(split_sizes or {})
-    who = SystemRules(default_rules(), tuple(fused.items())) if fused else None
+    who = with_default_rules(fused_rules(split_sizes)) if split_sizes else None
     return _recipe("dion", learning_rate, weight_decay, options, who, decays_all=True)
 
 
@@ -362,15 +365,28 @@ def _recipe(
     learning_rate: ScalarOrSchedule,
     weight_decay: ScalarOrSchedule,
     options: dict[str, Any],
-    who: SystemRules | None = None,
+    who: tuple[Rule, ...] | None = None,
     *,
     decays_all: bool = False,
 ) -> Transformation:
-    """`muon` with a system's settings, under the caller's options; no AdamW there is Nesterov's."""
+    """`muon` with a system's settings, under the caller's options; no AdamW there is Nesterov's.
+
+    Raises:
+      ValueError: for rules or views beside names of fused leaves.
+    """
     settings: dict[str, Any] = {"adam_nesterov": False, "weight_decay": weight_decay}
     settings |= _SYSTEMS[system]
     if decays_all:
         settings["adam_weight_decay"] = weight_decay
-    if who is not None:
-        settings |= who.options(options)
+    given = [
+        n for n in ("partition", "muon_weight_dimension_numbers") if options.get(n) is not None
+    ]
+    fused = [rule.pattern for rule in who or () if isinstance(rule.view, MatrixView)]
+    if given and fused:
+        raise ValueError(
+            f"{given[0]} would replace the views of {fused}; give these as MatrixView in "
+            "muon_weight_dimension_numbers instead"
+        )
+    if who is not None and not given:
+        settings["partition"] = who
     return muon(learning_rate, **(settings | options))

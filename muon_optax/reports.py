@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from typing import Any
 
 import numpy as np
@@ -10,9 +9,10 @@ import optax
 from jax.core import Tracer
 
 from muon_optax.config import find_configs
-from muon_optax.partition import Decision, assign, check_rules
+from muon_optax.partition import Decision, assign, check_rules, find_warnings
 from muon_optax.tables import format_table, rich_table
 from muon_optax.transforms.shape_scale import Scaling
+from muon_optax.tree_paths import unnumbered
 
 __all__ = ["ParameterReport", "ParameterRow", "report"]
 
@@ -54,6 +54,7 @@ class ParameterReport:
 
     Attributes:
       rows: one for each leaf, in flattening order.
+      warnings: what `muon(...).init` warns of: what was probably not meant, and what to do.
 
     Example:
       >>> import jax.numpy as jnp
@@ -70,6 +71,7 @@ class ParameterReport:
     """
 
     rows: tuple[ParameterRow, ...]
+    warnings: tuple[str, ...] = ()
 
     @property
     def totals(self) -> dict[str, tuple[int, int]]:
@@ -79,8 +81,12 @@ class ParameterReport:
         return {n: (len(sizes), sum(sizes)) for n, sizes in groups.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Rows and totals as plain data for JSON."""
-        return {"rows": [dataclasses.asdict(row) for row in self.rows], "totals": self.totals}
+        """Rows, totals and warnings as plain data for JSON."""
+        return {
+            "rows": [dataclasses.asdict(row) for row in self.rows],
+            "totals": self.totals,
+            "warnings": list(self.warnings),
+        }
 
     def __str__(self) -> str:
         return format_table(_HEADER, self._cells) + "\n" + self._summary()
@@ -92,7 +98,7 @@ class ParameterReport:
     def _cells(self) -> list[tuple[str, ...]]:
         groups: dict[tuple[str, ParameterRow], list[str]] = {}
         for row in self.rows:
-            key = _NUMBER.sub("*", row.path), dataclasses.replace(row, path="")
+            key = unnumbered(row.path), dataclasses.replace(row, path="")
             groups.setdefault(key, []).append(row.path)
         return [
             _cells(f"{pattern} x {len(paths)}" if len(paths) > 1 else paths[0], row)
@@ -104,10 +110,10 @@ class ParameterReport:
             f"{n}: {leaves} {'leaf' if leaves == 1 else 'leaves'}, {size:,} elements"
             for n, (leaves, size) in self.totals.items()
         ]
-        return "; ".join(parts) or "no parameters"
+        totals = "; ".join(parts) or "no parameters"
+        return "\n".join([totals, *(f"warning: {text}" for text in self.warnings)])
 
 
-_NUMBER = re.compile(r"(?:(?<=[/._])|^)\d+(?=[/.]|$)")  # 'layers/3/up', 'h.3.up', 'Block_3'
 _HEADER = ("path", "shape", "matrices", "optimizer", "scale", "reason")
 
 
@@ -142,11 +148,13 @@ def report(tx: optax.GradientTransformation, params: Any) -> ParameterReport:
       adam: 1 leaf, 16 elements; muon: 1 leaf, 64 elements
     """
     rows: list[ParameterRow] = []
+    found: list[str] = []
     for config, ours in find_configs(tx, params):
         assignment = assign(ours, config.views, config.partition)
         check_rules(config.partition, ours)
         rows += [_row(d, config.scaling) for d in assignment.decisions]
-    return ParameterReport(tuple(rows))
+        found += find_warnings(ours, assignment, config.views, config.partition)
+    return ParameterReport(tuple(rows), tuple(found))
 
 
 def _row(d: Decision, scaling: Scaling) -> ParameterRow:

@@ -5,6 +5,7 @@ a dataclass or a tree with masked nodes. Aligning by path lets all of these meet
 """
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,12 +32,15 @@ __all__ = [
     "resolve",
     "segments_of",
     "short",
+    "unnumbered",
     "whole_variables",
     "with_leaves",
     "without_absent",
 ]
 
 Segments = tuple[str, ...]
+
+_NUMBER = re.compile(r"(?:(?<=[/._])|^)\d+(?=[/.]|$)")  # 'layers/3/up', 'h.3.up', 'Block_3'
 
 
 def is_masked(x: object) -> bool:
@@ -75,6 +79,16 @@ def path_name(segments: Segments) -> str:
       'decoder/mlp/kernel'
     """
     return "/".join(segments) or "(root)"
+
+
+def unnumbered(path: str) -> str:
+    """A path with a star for each number: those of equal layers are alike.
+
+    Example:
+      >>> unnumbered("layers/3/fc1/Dense_0")
+      'layers/*/fc1/Dense_*'
+    """
+    return _NUMBER.sub("*", path)
 
 
 def short(x: Any, most: int = 80) -> str:

@@ -23,7 +23,7 @@ from sharded import FAST, make_mesh
 
 from muon_optax import Rule, check_state, default_rules, muon, recipes, state_shardings
 from muon_optax.interop import from_optax
-from muon_optax.rules import Label
+from muon_optax.partition import Label
 
 SHAPES = {"up": (16, 32), "down": (32, 16), "embed": (64, 16), "bias": (32,)}
 ROWS = {name: P("f") for name in SHAPES}

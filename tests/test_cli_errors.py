@@ -154,7 +154,10 @@ def test_wrong_rules(text, message, tmp_path):
     ("text", "message"),
     [
         ('[[rules]]\npattern="nobody"\nlabel="adam"', "rules match no leaf"),
-        ('[[views]]\npattern="nobody"', "[[views]] 'nobody'"),
+        (
+            '[[views]]\npattern="nobody"',
+            "match no leaf of h/bias, h/odd, h/up:\n  'nobody' -> 'muon'",
+        ),
         ('[[shardings]]\npattern="nobody"\nspec=[]', "[[shardings]] 'nobody'"),
         ('[[rules]]\npattern="bias"\nlabel="muon"', "h/bias: shape (4,), labelled 'muon'"),
         ('[[views]]\npattern="up"\nreduction_axis=7', "h/up: reduction axes must be"),

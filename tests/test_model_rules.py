@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from shown import report
 
-from muon_optax import MatrixView, MuonDimensionNumbers, Rule, model_rules, muon, report
+from muon_optax import MatrixView, MuonDimensionNumbers, Rule, model_rules, muon
 from muon_optax.partition import assign, check_rules
 from muon_optax.readers.heads import Layer, heads_by_name, heads_by_shape
 from muon_optax.readers.kernels import convolution, einsum

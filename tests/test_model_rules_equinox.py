@@ -11,8 +11,9 @@ import oracle
 import pytest
 from model_reading import axes_of, check_outer, said
 from running import QUICK, first_update
+from shown import report
 
-from muon_optax import MuonDimensionNumbers, MuonWarning, model_rules, muon, report
+from muon_optax import MuonDimensionNumbers, MuonWarning, model_rules, muon
 
 KEY = jax.random.key(0)
 

@@ -17,7 +17,8 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from muon_optax import MatrixView, MuonWarning, model_rules, muon, report  # noqa: E402
+from shown import report
+from muon_optax import MatrixView, MuonWarning, model_rules, muon,  # noqa: E402
 
 
 def params_of(model: Any) -> dict[str, Any]:

@@ -15,8 +15,7 @@ from flax.traverse_util import flatten_dict
 
 from muon_optax import MatrixView, MuonDimensionNumbers, MuonWarning, Rule, default_rules
 from muon_optax.matrix_view import bind_view
-from muon_optax.partition import assign, check_rules
-from muon_optax.rules import words
+from muon_optax.partition import assign, check_rules, words
 
 MASKED = optax.MaskedNode()
 DIMS = MuonDimensionNumbers(0, 1)
@@ -136,8 +135,8 @@ PATHS = [
     ("q_proj/lora_B/default/weight", (8, 2), "adam", "LoRA factor"),
     ("temperature", (), "adam", "fewer than two dims"),
     # shapes
-    ("conv/kernel", (3, 3, 1, 8), "adam", "depthwise kernel"),
-    ("conv/kernel", (4, 1, 8192), "adam", "depthwise kernel"),
+    ("depthwise_conv/kernel", (3, 3, 1, 8), "adam", "depthwise kernel"),
+    ("mixer/dwconv/kernel", (4, 1, 8192), "adam", "depthwise kernel"),
     ("conv/kernel", (1, 1, 4, 16), "adam", "no matrix view declared"),
     ("conv/kernel", (1, 1, 1, 16), "adam", "no matrix view declared"),
     ("mlp/kernel", (1, 8), "muon", "weight matrix"),
@@ -243,7 +242,7 @@ def test_default_rules_may_match_nothing():
 def test_a_rule_that_always_loses_raises():
     with pytest.raises(ValueError, match="'out' -> 'muon': an earlier rule, 'out' -> 'adam', take"):
         check_rules((Rule("out", "adam"), Rule("out", "muon")), TREE)
-    with pytest.raises(ValueError, match=r"function _is_below_matrix -> 'adam', takes mlp/b"):
+    with pytest.raises(ValueError, match=r"role 'vector' -> 'adam', takes mlp/b"):
         check_rules((*default_rules(), Rule("b", "muon")), TREE)
     check_rules((Rule("mlp", "adam"), Rule("b", "adam")), TREE)  # says the same
     check_rules((Rule("b", "adam"), Rule("mlp", "frozen")), TREE)  # has w

@@ -74,7 +74,7 @@ def test_fused_blocks_have_matrices_and_scales_of_their_own():
     assert heads.matrices == ((2, 32, 8),)
     assert heads.scales == (1.0,)
     assert qkv.reason == "matrix view given"
-    assert rows["embed"].reason == "no matrix view in the given tree (embedding)"
+    assert rows["embed"].reason == "embedding"
     assert found.totals == {"muon": (3, 7168), "adam": (3, 1648), "frozen": (1, 4)}
 
 

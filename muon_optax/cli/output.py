@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from muon_optax.cli.target import Target
 __all__ = ["present", "show", "write_json"]
 
 
-def present(target: Target, title: str, table: Any, data: Any, path: Path | None) -> int:
+def present(
+    target: Target, title: str, table: Any, data: Any, path: Path | None, notes: Sequence[str]
+) -> int:
     """Prints what was found of a model, and what was probably not meant.
 
     Args:
@@ -19,6 +22,7 @@ def present(target: Target, title: str, table: Any, data: Any, path: Path | None
       table: what to show.
       data: the same as plain data.
       path: where to write the data, '-' to print it instead of the table, None for the table alone.
+      notes: what was probably not meant.
 
     Returns:
       The exit code: 1 where no leaf gets Muon.
@@ -28,7 +32,7 @@ def present(target: Target, title: str, table: Any, data: Any, path: Path | None
     if path != Path("-"):
         print(title)
         show(table)
-    for note in target.notes:
+    for note in notes:
         print(f"note: {note}", file=sys.stderr)
     return 0 if target.has_muon else 1
 

@@ -76,4 +76,5 @@ def run(args: argparse.Namespace) -> int:
     made = plan(tx, target.params)
     where = ", ".join(f"{axis}={size}" for axis, size in sizes.items()) or "one device"
     data = {"model": target.name, "mesh": sizes, **made.to_dict()}
-    return present(target, f"{target.title} on {where}", made, data, args.json)
+    notes = [*target.notes, *target.warnings]
+    return present(target, f"{target.title} on {where}", made, data, args.json, notes)

@@ -1,14 +1,13 @@
 """`python -m muon_optax report`: which optimizer each leaf of a model gets, and why."""
 
 import argparse
-import dataclasses
 from pathlib import Path
 from typing import Any, get_args
 
 from muon_optax.alias import muon
 from muon_optax.cli.output import present
 from muon_optax.cli.target import add_arguments, read_target
-from muon_optax.reports import ParameterReport, report
+from muon_optax.reports import report
 from muon_optax.transforms.shape_scale import Scale
 
 __all__ = ["add_parser", "run"]
@@ -35,11 +34,6 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit code."""
     target = read_target(args)
-    tx = muon(1.0, muon_weight_dimension_numbers=target.views, scale=args.scale)
-    made = report(tx, target.params)
-    pairs = zip(made.rows, target.choices, strict=True)
-    made = ParameterReport(
-        tuple(dataclasses.replace(row, optimizer=c.label, reason=c.reason) for row, c in pairs)
-    )
+    made = report(muon(1.0, partition=target.partition, scale=args.scale), target.params)
     data = {"model": target.name, **made.to_dict()}
-    return present(target, target.title, made, data, args.json)
+    return present(target, target.title, made, data, args.json, target.notes)

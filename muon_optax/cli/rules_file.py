@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 
 from muon_optax.cli.shape_files import read_regular
 from muon_optax.matrix_view import MatrixView
-from muon_optax.rules import Rule
+from muon_optax.partition import Rule
 from muon_optax.tree_paths import short
 
 __all__ = ["RulesFile", "read_rules"]
@@ -38,12 +38,12 @@ class RulesFile:
 
     Attributes:
       rules: who gets Muon; they go before the default rules.
-      views: matrix views by pattern.
+      views: rules that carry the matrix views; they go before all others.
       shardings: specs by pattern.
     """
 
     rules: tuple[Rule, ...] = ()
-    views: tuple[tuple[str, MatrixView], ...] = ()
+    views: tuple[Rule, ...] = ()
     shardings: tuple[tuple[str, PartitionSpec], ...] = ()
 
     @property
@@ -107,7 +107,7 @@ def _rule(row: dict[str, Any]) -> Rule:
     return Rule(row["pattern"], label, reason)
 
 
-def _view(row: dict[str, Any]) -> tuple[str, MatrixView]:
+def _view(row: dict[str, Any]) -> Rule:
     fields = {f.name for f in dataclasses.fields(MatrixView)}
     _check_keys(row, {"pattern"} | fields)
     for name in fields & set(row):
@@ -119,7 +119,8 @@ def _view(row: dict[str, Any]) -> tuple[str, MatrixView]:
             _field(row, name, _is_int_or_ints, "an integer or a list of them")
     if isinstance(row.get("split"), int):
         raise ValueError(f"split must be a list of sizes, got {row['split']}")
-    return row["pattern"], MatrixView(**{name: row[name] for name in fields & set(row)})
+    view = MatrixView(**{name: row[name] for name in fields & set(row)})
+    return Rule(row["pattern"], "muon", "matrix view given", view)
 
 
 def _sharding(row: dict[str, Any]) -> tuple[str, PartitionSpec]:

@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +16,26 @@ from muon_optax.cli.rules_file import RulesFile, read_rules
 from muon_optax.cli.shape_files import read_shapes
 from muon_optax.interop.torch_axes import with_output_second
 from muon_optax.layouts import ROLES, usual_specs
-from muon_optax.leaf_kinds import is_float_leaf
-from muon_optax.matrix_view import MuonDimensionNumbers, View, bind_view, is_view
+from muon_optax.matrix_view import MuonDimensionNumbers, is_view
 from muon_optax.models import MODELS, model_shapes
-from muon_optax.partition import NO_VIEW, NOT_FLOAT, check_rules
-from muon_optax.rules import (
-    Label,
-    Shape,
+from muon_optax.notices import about
+from muon_optax.partition import (
+    Assignment,
+    Decision,
+    Rule,
+    assign,
+    check_rules,
     default_rules,
+    find_warnings,
     first_match,
-    first_rule,
+    first_rules,
     has_run,
     unmatched,
 )
+from muon_optax.partition.defaults import ADAM_RULES
 from muon_optax.tree_paths import Segments, align, leaves_with_segments, path_name, raise_together
 
-__all__ = ["LeafChoice", "Target", "add_arguments", "check_dtype", "read_target", "shardings"]
-
-
-@dataclasses.dataclass(frozen=True)
-class LeafChoice:
-    """What a leaf gets: its optimizer, why, and for Muon its view."""
-
-    label: Label
-    reason: str
-    view: View | None = None
+__all__ = ["Target", "add_arguments", "check_dtype", "read_target", "shardings"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,15 +45,15 @@ class Target:
     Attributes:
       name: as shown.
       params: its parameters, as shapes.
-      views: the tree of matrix views, None where Muon isn't meant.
-      choices: one a leaf, in flattening order.
+      partition: the rules that say who gets Muon, as `muon` takes them.
+      assignment: what they decide.
       rules: the file of rules.
     """
 
     name: str
     params: Any
-    views: Any
-    choices: tuple[LeafChoice, ...]
+    partition: tuple[Rule, ...]
+    assignment: Assignment
     rules: RulesFile
 
     @property
@@ -68,30 +63,37 @@ class Target:
         return f"{self.name}: {size:,} parameters"
 
     @property
-    def notes(self) -> list[str]:
-        """What was probably not meant."""
-        pairs = list(zip(_paths(self.params), self.choices, strict=True))
-        bare = [path_name(path) for path, choice in pairs if choice.reason == NO_VIEW]
-        muons = [path for path, choice in pairs if choice.label == "muon"]
-        beaten = [path_name(path) for path in muons if self._is_overruled(path)]
-        notes = {
-            "leaves with three or more dims and no [[views]] entry get AdamW": bare,
-            "[[views]] beat [[rules]], which say otherwise of": beaten,
-        }
-        return [f"{text}: {_first_names(names)}" for text, names in notes.items() if names]
+    def views(self) -> Any:
+        """The tree of matrix views, None where Muon isn't meant."""
+        views = [decision.view for decision in self.assignment.decisions]
+        return jax.tree.structure(self.params).unflatten(views)
 
-    def _is_overruled(self, path: Segments) -> bool:
-        rule = first_rule(self.rules.rules, path, ())
-        return rule is not None and rule.label != "muon"
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the library warns of."""
+        return find_warnings(self.params, self.assignment)
+
+    @property
+    def notes(self) -> list[str]:
+        """What the file of rules says twice."""
+        beaten = about("[[views]] beat [[rules]], which say otherwise of", self._beaten())
+        return [beaten] if beaten else []
+
+    def _beaten(self) -> list[Decision]:
+        decisions = self.assignment.decisions
+        leaves = [(d.segments, d.shape) for d in decisions]
+        found = zip(
+            decisions,
+            first_rules(self.rules.views, leaves),
+            first_rules(self.rules.rules, leaves),
+            strict=True,
+        )
+        return [d for d, view, rule in found if view and rule and rule.label != "muon"]
 
     @property
     def has_muon(self) -> bool:
         """Whether any leaf gets Muon."""
-        return any(choice.label == "muon" for choice in self.choices)
-
-
-def _first_names(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return any(decision.label == "muon" for decision in self.assignment.decisions)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,11 +141,13 @@ def read_target(args: argparse.Namespace) -> Target:
     rules = RulesFile() if args.rules is None else read_rules(args.rules, torch=args.torch)
     if args.model:
         shapes = model_shapes(args.model, scanned=args.scanned, dtype=args.dtype or "bfloat16")
-        known = dict(zip(_paths(shapes.params), _aligned(shapes.views, shapes.params), strict=True))
-        return _target(args.model, shapes.params, rules, _Conventions(lambda path, _: known[path]))
+        known = zip(_paths(shapes.params), _aligned(shapes.views, shapes.params), strict=True)
+        named = [_of_model(path, view) for path, view in known if view is not None]
+        return _target(args.model, shapes.params, rules, (*named, *default_rules()))
     params = read_shapes(args.shapes, args.dtype)
     name = args.shapes[0].name + (f" + {len(args.shapes) - 1}" if len(args.shapes) > 1 else "")
-    return _target(name, params, rules, _torch_conventions(params) if args.torch else _PLAIN)
+    usual = (*ADAM_RULES, *_torch_rules(params)) if args.torch else default_rules()
+    return _target(name, params, rules, usual)
 
 
 def check_dtype(option: str, name: str) -> None:
@@ -190,97 +194,42 @@ def _paths(params: Any) -> list[Segments]:
     return [path for path, _ in leaves_with_segments(params)]
 
 
-def _aligned(views: Any, params: Any) -> list[View | None]:
+def _aligned(views: Any, params: Any) -> list[Any]:
     return align(views, params, what="matrix views", is_leaf=is_view)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Conventions:
-    """How a model's weights are laid out.
-
-    Attributes:
-      view: the view of a leaf, if it can be a matrix.
-      order: a leaf's shape with the axes in the order [*window, in, out] that the rules know.
-    """
-
-    view: Callable[[Segments, Shape], View | None]
-    order: Callable[[Segments, Shape], Shape] = lambda _, shape: shape
+def _of_model(path: Segments, view: Any) -> Rule:
+    return Rule(path, "muon", "weight matrix", view, optional=True)
 
 
-def _plain_view(path: Segments, shape: Shape) -> View | None:
-    del path
-    return MuonDimensionNumbers(0, 1) if len(shape) == 2 else None
+def _torch_rules(params: Any) -> tuple[Rule, ...]:
+    """Muon for torch's weights: [out, in, *window], or [in, out, *window] where a bias says so."""
+    leaves = [(path, tuple(leaf.shape)) for path, leaf in leaves_with_segments(params)]
+    second = with_output_second({path_name(path): shape for path, shape in leaves})
+    return tuple(
+        _torch_rule(path, len(shape), output=int(path_name(path) in second))
+        for path, shape in leaves
+        if len(shape) == 2 or (2 < len(shape) < 6 and has_run(path, "conv*"))
+    )
 
 
-def _is_torch_kernel(path: Segments, shape: Shape) -> bool:
-    return len(shape) == 2 or (len(shape) > 2 and has_run(path, "conv*"))
+def _torch_rule(path: Segments, rank: int, output: int) -> Rule:
+    view = MuonDimensionNumbers((1 - output, *range(2, rank)), output)
+    return Rule(path, "muon", "weight matrix", view, optional=True)
 
 
-def _torch_conventions(params: Any) -> _Conventions:
-    """[out, in, *window], or [in, out, *window] where a bias says so."""
-    shapes = {path_name(path): tuple(leaf.shape) for path, leaf in leaves_with_segments(params)}
-    second = with_output_second(shapes)
-
-    def view(path: Segments, shape: Shape) -> View | None:
-        if not _is_torch_kernel(path, shape):
-            return None
-        output = int(path_name(path) in second)
-        return MuonDimensionNumbers((1 - output, *range(2, len(shape))), output)
-
-    def order(path: Segments, shape: Shape) -> Shape:
-        if not _is_torch_kernel(path, shape):
-            return shape
-        output = int(path_name(path) in second)
-        return (*shape[2:], shape[1 - output], shape[output])
-
-    return _Conventions(view, order)
-
-
-# Weights as [in, out].
-_PLAIN = _Conventions(_plain_view)
-
-
-def _target(name: str, params: Any, rules: RulesFile, conventions: _Conventions) -> Target:
-    check_rules((*rules.rules, *default_rules()), params)
+def _target(name: str, params: Any, rules: RulesFile, usual: tuple[Rule, ...]) -> Target:
+    for own in (rules.views, rules.rules):
+        check_rules((*own, *usual), params)
     _check_patterns(rules, _paths(params))
-    choices, problems = [], []
-    for path, leaf in leaves_with_segments(params):
-        try:
-            choices.append(_choose(path, leaf, rules, conventions))
-        except ValueError as error:
-            problems.append(f"{path_name(path)}: {error}")
-    raise_together(problems, "Muon can't take these leaves as declared:")
-    views = jax.tree.structure(params).unflatten([choice.view for choice in choices])
-    return Target(name, params, views, tuple(choices), rules)
+    # They are checked now; a view may take each leaf of a rule, of which a note tells.
+    own = (dataclasses.replace(r, optional=True) for r in (*rules.views, *rules.rules))
+    partition = (*own, *usual)
+    return Target(name, params, partition, assign(params, None, partition), rules)
 
 
 def _check_patterns(rules: RulesFile, paths: list[Segments]) -> None:
-    tables: dict[str, tuple[tuple[str, Any], ...]] = {
-        "views": rules.views,
-        "shardings": rules.shardings,
-    }
-    unused = [
-        f"[[{table}]] {pattern!r}"
-        for table, rows in tables.items()
-        for pattern in unmatched((pattern for pattern, _ in rows), paths)
-    ]
-    raise_together(unused, "these patterns match no leaf:")
-
-
-def _choose(path: Segments, leaf: Any, rules: RulesFile, conventions: _Conventions) -> LeafChoice:
-    """As `muon` does: views that are given come first, then rules."""
-    shape = tuple(leaf.shape)
-    if not is_float_leaf(leaf):
-        return LeafChoice("frozen", NOT_FLOAT)
-    given = first_match(rules.views, path)
-    if given is not None:
-        return LeafChoice("muon", "matrix view given", bind_view(given, shape))
-    rule = first_rule((*rules.rules, *default_rules()), path, conventions.order(path, shape))
-    if rule is not None and rule.label != "muon":
-        return LeafChoice(rule.label, rule.reason)
-    view = conventions.view(path, shape)
-    if view is not None:
-        return LeafChoice("muon", rule.reason if rule else "weight matrix", view)
-    if rule is not None:
-        raise ValueError(f"shape {shape}, labelled 'muon': needs two dims, or a [[views]] entry")
-    return LeafChoice("adam", NO_VIEW)
+    unused = unmatched((pattern for pattern, _ in rules.shardings), paths)
+    raise_together(
+        [f"[[shardings]] {pattern!r}" for pattern in unused], "these patterns match no leaf:"
+    )

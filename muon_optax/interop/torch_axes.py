@@ -8,7 +8,7 @@ import collections
 import re
 from collections.abc import Mapping
 
-from muon_optax.rules import Shape, has_run
+from muon_optax.partition import Shape, has_run
 
 __all__ = ["TRANSPOSED_CONVS", "with_output_second"]
 

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from muon_optax.leaf_kinds import is_float_leaf
+from muon_optax.partition import Shape
 from muon_optax.readers.inputs import Inputs
 from muon_optax.readers.kernels import Kernel, convolution, other, weight
 from muon_optax.readers.names import adapters
 from muon_optax.readers.records import ModuleLeaf, Reading
 from muon_optax.readers.stacks import Declared, choices
 from muon_optax.readers.usage import Usage, read_usage
-from muon_optax.rules import Shape
 from muon_optax.tree_paths import Segments, leaves_with_segments
 
 __all__ = ["read"]

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from muon_optax.matrix_view import MatrixView, MuonDimensionNumbers
-from muon_optax.rules import Shape
+from muon_optax.partition import Shape
 
 __all__ = ["Kernel", "convolution", "einsum", "other", "weight"]
 

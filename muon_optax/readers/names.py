@@ -3,8 +3,8 @@
 import re
 from collections.abc import Iterable
 
+from muon_optax.partition import Rule, Shape, default_rules, first_rules, words
 from muon_optax.readers.records import ModuleLeaf
-from muon_optax.rules import Rule, Shape, default_rules, first_rule, words
 from muon_optax.tree_paths import Segments
 
 __all__ = ["adapters", "is_adapter", "is_expert", "named_head", "rule_for"]
@@ -15,7 +15,8 @@ _BASES = {"base_layer", "base_module"}  # the layer inside an adapter, in PEFT a
 
 def rule_for(segments: Segments, shape: Shape) -> Rule | None:
     """The default rule for a path and shape; None where it looks like a hidden layer's weight."""
-    return first_rule(default_rules(), segments, shape)
+    (rule,) = first_rules(default_rules(), [(segments, shape)])
+    return rule if rule is not None and rule.label == "adam" else None
 
 
 def named_head(segments: Segments, shape: Shape) -> Segments | None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from muon_optax.matrix_view import MatrixView, MuonDimensionNumbers
-from muon_optax.rules import Shape
+from muon_optax.partition import Shape
 from muon_optax.tree_paths import Segments
 
 __all__ = ["Axes", "Declared", "choices", "shifted", "stacked_axes"]

@@ -6,11 +6,11 @@ from typing import Any
 from torch import nn
 
 from muon_optax.matrix_view import MatrixView
+from muon_optax.partition import Shape
+from muon_optax.partition.systems import is_vector_in_disguise
 from muon_optax.readers.inputs import Inputs
 from muon_optax.readers.kernels import Kernel, convolution, other, weight
 from muon_optax.readers.records import ModuleLeaf, Reading
-from muon_optax.rules import Shape
-from muon_optax.system_rules import is_vector_in_disguise
 from muon_optax.tree_paths import Segments
 
 __all__ = ["read"]

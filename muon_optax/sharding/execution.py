@@ -14,7 +14,7 @@ from muon_optax.checks import check_choice, check_static
 from muon_optax.dtypes import compute_dtype
 from muon_optax.matrix_view import BoundView
 from muon_optax.notices import warn_about
-from muon_optax.rules import first_match, unmatched
+from muon_optax.partition import first_match, unmatched
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.placement import place, to_types_of
 from muon_optax.sharding.planning.buckets import Bucket, WorkSlice

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from muon_optax.rules import Shape
+from muon_optax.partition import Shape
 from muon_optax.views.weights import Roles, sizes
 
 __all__ = ["Seen", "by_bias", "by_likeness", "conv_roles", "may_be_conv", "there_and_back"]

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from muon_optax.leaf_kinds import check_arrays, is_float_leaf, kind_of
 from muon_optax.matrix_view import MuonDimensionNumbers, bind_view
 from muon_optax.notices import warn_about
-from muon_optax.partition import check_rules
-from muon_optax.rules import Rule, Shape, default_rules, first_rule, has_run
+from muon_optax.partition import Rule, Shape, check_rules, default_rules, first_rules, has_run
 from muon_optax.tree_paths import (
     Segments,
     is_absent,
@@ -119,7 +118,7 @@ def _given(
     check_rules(tuple(rules), params)
     frozen = [str(rule) for rule in rules if rule.label == "frozen"]
     raise_together(frozen, "views freeze nothing; optax.partition over muon does. Got these rules:")
-    found = {path: first_rule(rules, path, shape) for path, shape in shapes.items()}
+    found = dict(zip(shapes, first_rules(rules, list(shapes.items())), strict=True))
     usual = default_rules()  # these are asked about one layer's matrix
     given = {
         path: rule
@@ -217,8 +216,9 @@ def _layer(leaf: Stacked, known: Known) -> Shape:
 
 def _adams(shapes: Mapping[Segments, Shape]) -> set[Segments]:
     """The leaves that aren't hidden matrices, as embeddings, heads and norms."""
-    rules = default_rules()
-    return {path for path, shape in shapes.items() if first_rule(rules, path, shape) is not None}
+    rules = first_rules(default_rules(), list(shapes.items()))
+    pairs = zip(shapes, rules, strict=True)
+    return {path for path, rule in pairs if rule is not None and rule.label == "adam"}
 
 
 def _view(leaf: Stacked, roles: Roles) -> MuonDimensionNumbers:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from muon_optax.rules import Shape
+from muon_optax.partition import Shape
 from muon_optax.views.evidence import conv_roles
 from muon_optax.views.weights import Roles, Weight
 

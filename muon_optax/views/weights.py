@@ -6,7 +6,7 @@ import math
 import re
 from typing import NamedTuple
 
-from muon_optax.rules import Shape
+from muon_optax.partition import Shape
 from muon_optax.tree_paths import Segments, path_name
 
 __all__ = [

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from muon_optax.rules import Shape
+from muon_optax.partition import Shape
 
 __all__ = ["Dim", "Factor", "Weight", "whole"]
 

@@ -6,8 +6,8 @@ ordered rules over a leaf's path and shape decide; the first that matches wins.
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,9 @@ import optax
 from muon_optax.leaf_kinds import check_arrays, dtype_of, is_float_leaf
 from muon_optax.matrix_view import BoundView, MuonDimensionNumbers, View, bind_view, is_view
 from muon_optax.notices import MuonWarning
-from muon_optax.rules import LABELS, Label, Rule, Shape, default_rules, first_rule
+from muon_optax.partition.defaults import default_rules
+from muon_optax.partition.rules import LABELS, Label, Rule, first_rules
+from muon_optax.partition.tree import Shape
 from muon_optax.tree_paths import (
     Segments,
     align,
@@ -30,7 +32,6 @@ from muon_optax.tree_paths import (
 )
 
 __all__ = [
-    "MATRIX",
     "NOT_FLOAT",
     "NO_VIEW",
     "Assignment",
@@ -55,6 +56,7 @@ class Decision:
       label: its optimizer.
       reason: why.
       view: how it makes matrices, for a Muon leaf.
+      warning: why that is doubtful, where it is.
     """
 
     segments: Segments
@@ -63,6 +65,7 @@ class Decision:
     label: Label
     reason: str
     view: BoundView | None = None
+    warning: str | None = None
 
     @property
     def path(self) -> str:
@@ -76,6 +79,14 @@ class Assignment:
 
     decisions: tuple[Decision, ...]
     treedef: Any
+
+    def shapes(self) -> Any:
+        """The tree of shapes that was decided about, without what isn't floating point."""
+        floats = [
+            jax.ShapeDtypeStruct(d.shape, d.dtype) if d.reason != NOT_FLOAT else None
+            for d in self.decisions
+        ]
+        return self.treedef.unflatten(floats)
 
     def labels_of(self, tree: Any) -> Any:
         """The labels of a tree of all or some of these leaves, as `optax.partition` takes them.
@@ -102,12 +113,19 @@ class Assignment:
 
 NOT_FLOAT = "not a floating-point leaf"
 NO_VIEW = "no matrix view declared"
-MATRIX = "weight matrix"
 
 Views = View | Any | Callable[[Any], Any]
 Partition = Sequence[Rule] | Any | Callable[[Any], Any]
-Outcome = tuple[Label, str, View | None]
-Choose = Callable[[Segments, Shape], Outcome]
+Choose = Callable[[Segments, Shape], "_Choice"]
+
+
+class _Choice(NamedTuple):
+    """What a leaf gets before its view is bound to its shape."""
+
+    label: Label
+    reason: str
+    view: View | None = None
+    warning: str | None = None
 
 
 def assign(params: Any, views: Views = None, partition: Partition = None) -> Assignment:
@@ -147,15 +165,24 @@ def _chooser(params: Any, views: Views, partition: Partition) -> Choose:
     """What decides: the views where there are any, then the rules or the labels."""
     rules = as_rules(partition)
     if views is None and rules is not None:
-        return lambda path, shape: _by_rules(path, shape, rules)
+        rule_at = _rules_of_floats(rules, params)
+        return lambda path, shape: _by_rule(shape, rule_at[path])
     if views is None:
         label_at = _of_floats(resolve(partition, params), params, what="labels")
         return lambda path, shape: _by_label(shape, label_at[path])
     found = resolve(views, params)
     if found is None:
-        return lambda path, shape: ("adam", "the function of matrix views returned None", None)
+        return lambda path, _: _Choice("adam", "the function of matrix views returned None")
     view_at = _of_floats(found, params, what="matrix views", is_leaf=is_view)
-    return lambda path, shape: _by_view(path, shape, view_at[path])
+    rule_at = _rules_of_floats(default_rules(), params)
+    return lambda path, _: _by_view(view_at[path], rule_at[path])
+
+
+def _rules_of_floats(rules: Sequence[Rule], params: Any) -> dict[Segments, Rule | None]:
+    """The rule that decides about each floating-point leaf; roles are told by all of these."""
+    leaves = [(p, tuple(jnp.shape(x))) for p, x in leaves_with_segments(params) if is_float_leaf(x)]
+    paths = [path for path, _ in leaves]
+    return dict(zip(paths, first_rules(rules, leaves), strict=True))
 
 
 def _of_floats(tree: Any, params: Any, **options: Any) -> dict[Segments, Any]:
@@ -190,47 +217,51 @@ def _decide(path: Segments, leaf: Any, choose: Choose) -> Decision:
     shape, dtype = tuple(jnp.shape(leaf)), str(dtype_of(leaf))
     if not is_float_leaf(leaf):
         return Decision(path, shape, dtype, "frozen", NOT_FLOAT)
-    label, reason, view = choose(path, shape)
+    label, reason, view, warning = choose(path, shape)
     bound = None if view is None else bind_view(view, shape)
     if bound is not None and jnp.dtype(dtype).itemsize < 2:
         raise ValueError(
             f"dtype {dtype}: Muon needs 16 bits or more; take the dtype that it is trained in "
             "(muon_optax.models.as_trained, or --dtype), or label it 'adam'"
         )
-    return Decision(path, shape, dtype, label, reason, bound)
+    return Decision(path, shape, dtype, label, reason, bound, warning)
 
 
-def _by_view(path: Segments, shape: Shape, view: View | None) -> Outcome:
+def _by_view(view: View | None, rule: Rule | None) -> _Choice:
     if view is None:
-        rule = first_rule(default_rules(), path, shape)
-        looks = "" if rule is None else f" ({rule.reason})"
-        return "adam", f"no matrix view in the given tree{looks}", None
+        if rule is not None and rule.label == "adam":
+            return _Choice("adam", rule.reason)
+        return _Choice("adam", "no matrix view in the given tree")
     if not is_view(view):
         raise ValueError(
             f"a matrix view must be MuonDimensionNumbers, MatrixView or None, got {short(view)}"
         )
-    return "muon", "matrix view given", view
+    return _Choice("muon", "matrix view given", view)
 
 
-def _by_rules(path: Segments, shape: Shape, rules: Sequence[Rule]) -> Outcome:
-    rule = first_rule(rules, path, shape)
-    if rule is not None:
-        if rule.view is not None:
-            return "muon", rule.reason, rule.view
-        return _by_label(shape, rule.label, rule.reason, f" by the rule {rule}")
+def _by_rule(shape: Shape, rule: Rule | None) -> _Choice:
+    if rule is None:
+        return _by_no_rule(shape)
+    if rule.view is not None:
+        return _Choice("muon", rule.reason, rule.view, rule.warning)
+    chosen = _by_label(shape, rule.label, rule.reason, f" by the rule {rule}")
+    return chosen._replace(warning=rule.warning)
+
+
+def _by_no_rule(shape: Shape) -> _Choice:
     if len(shape) < 2:
-        return "adam", "fewer than two dims", None
+        return _Choice("adam", "fewer than two dims")
     if len(shape) > 2:
-        return "adam", NO_VIEW, None
-    return _by_label(shape, "muon", MATRIX)
+        return _Choice("adam", NO_VIEW)
+    return _by_label(shape, "muon", "weight matrix")
 
 
-def _by_label(shape: Shape, label: Any, reason: str = "label given", by: str = "") -> Outcome:
+def _by_label(shape: Shape, label: Any, reason: str = "label given", by: str = "") -> _Choice:
     if not (isinstance(label, str) and label in LABELS):
         raise ValueError(f"shape {shape}, label {short(label)}: must be one of {LABELS}")
     if label == "muon":
-        return "muon", reason, _plain_matrix(shape, by)
-    return ("adam" if label == "adam" else "frozen"), reason, None
+        return _Choice("muon", reason, _plain_matrix(shape, by))
+    return _Choice("adam" if label == "adam" else "frozen", reason)
 
 
 def _plain_matrix(shape: Shape, by: str) -> View:
@@ -247,7 +278,7 @@ def _plain_matrix(shape: Shape, by: str) -> View:
 
 
 def check_rules(partition: Partition, params: Any) -> None:
-    """Raises for rules of the user's own that decide nothing, as a mistyped name does.
+    """Raises for rules that decide nothing, as a mistyped name does, but for optional ones.
 
     Where parts of the tree are masked, a rule may be meant for what is there: a warning then. Rules
     by an exact path are those of a whole model, of which a part may be trained, and which rules in
@@ -259,8 +290,8 @@ def check_rules(partition: Partition, params: Any) -> None:
     """
     places = leaves_with_segments(params, is_absent)
     rules = as_rules(partition) or ()
-    exact = [rule for rule in rules if isinstance(rule.pattern, tuple)]
-    own = [r for r in rules if not isinstance(r.pattern, tuple) and r not in default_rules()]
+    exact = [rule for rule in rules if isinstance(rule.pattern, tuple) and not rule.optional]
+    own = [rule for rule in rules if not isinstance(rule.pattern, tuple) and not rule.optional]
     if not places or not (own or exact):
         return
     matched = [(rule, [p for p in places if _may_match(rule, *p)]) for rule in own]
@@ -273,18 +304,19 @@ def check_rules(partition: Partition, params: Any) -> None:
         warnings.warn("\n  ".join([headline, *unused]), MuonWarning, stacklevel=3)
         unused = []
     raise_together(unused, f"these rules match no leaf of {names}")
-    losers = [(rule, _winner(rule, rules, found)) for rule, found in matched if found]
+    there = [(path, tuple(jnp.shape(x))) for path, x in places if not is_absent(x)]
+    first = dict(zip([path for path, _ in there], first_rules(rules, there), strict=True))
+    losers = [(rule, _winner(rule, first, found)) for rule, found in matched if found]
     raise_together(
         [f"{rule}: an earlier rule, {winner}" for rule, winner in losers if winner],
         "these rules decide nothing; the first rule that matches a leaf wins:",
     )
 
 
-def overruled(params: Any, partition: Partition, assignment: Assignment) -> list[Decision]:
+def overruled(partition: Partition, assignment: Assignment) -> list[Decision]:
     """The leaves of which the user's own rules or labels say otherwise than matrix views.
 
     Args:
-      params: as in `assign`.
       partition: as in `assign`.
       assignment: what the views decided.
 
@@ -296,33 +328,36 @@ def overruled(params: Any, partition: Partition, assignment: Assignment) -> list
     """
     trained = [d for d in assignment.decisions if d.reason != NOT_FLOAT]
     rules = as_rules(partition)
-    if not trained or rules == default_rules():
-        return []
-    if rules is None:
+    if rules is None and trained:
+        params = assignment.shapes()
         said = _of_floats(resolve(partition, params), params, what="labels")
         return [d for d in trained if said[d.segments] != d.label]
-    first = [first_rule(rules, d.segments, d.shape) for d in trained]
-    own = [(d, r) for d, r in zip(trained, first, strict=True) if r and r not in default_rules()]
+    if not rules or all(rule.optional for rule in rules):
+        return []
+    first = first_rules(rules, [(d.segments, d.shape) for d in trained])
+    own = [(d, r) for d, r in zip(trained, first, strict=True) if r and not r.optional]
     return [d for d, rule in own if rule.label != d.label]
 
 
 def _may_match(rule: Rule, path: Segments, leaf: Any) -> bool:
     """Whether the rule matches; a function can't be asked about a leaf that isn't there."""
     if is_absent(leaf):
-        return callable(rule.pattern) or rule.matches(path, ())
+        return callable(rule.pattern) or rule.matches(path, (1, 1))
     return rule.matches(path, jnp.shape(leaf))
 
 
 def _winner(
-    rule: Rule, rules: Sequence[Rule], matched: Sequence[tuple[Segments, Any]]
+    rule: Rule,
+    first: Mapping[Segments, Rule | None],
+    matched: Sequence[tuple[Segments, Any]],
 ) -> str | None:
     """What takes the first leaf that the rule matches, if all go to rules of other labels."""
     if any(is_absent(leaf) for _, leaf in matched):
         return None
-    first = [next(r for r in rules if r.matches(p, jnp.shape(leaf))) for p, leaf in matched]
-    if any(other.label == rule.label for other in first):
+    winners = [first[path] for path, _ in matched]
+    if any(other is not None and other.label == rule.label for other in winners):
         return None
-    return f"{first[0]}, takes {path_name(matched[0][0])}"
+    return f"{winners[0]}, takes {path_name(matched[0][0])}"
 
 
 def _names(places: Sequence[tuple[Segments, Any]], most: int = 20) -> list[str]:

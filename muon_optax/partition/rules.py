@@ -1,4 +1,4 @@
-"""Rules that give a leaf its optimizer by its path and shape, and the rules of a fresh start."""
+"""Rules that give a leaf its optimizer: by its path, its shape, or what it is in its tree."""
 
 import dataclasses
 import fnmatch
@@ -8,16 +8,19 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
 from muon_optax.matrix_view import View, is_view
+from muon_optax.partition.names import names_of
+from muon_optax.partition.roles import roles_of
+from muon_optax.partition.tree import Described, Role, Shape
 from muon_optax.tree_paths import Segments
 
 __all__ = [
     "LABELS",
     "Label",
+    "RolePattern",
     "Rule",
     "Shape",
-    "default_rules",
     "first_match",
-    "first_rule",
+    "first_rules",
     "has_run",
     "unmatched",
     "words",
@@ -25,7 +28,6 @@ __all__ = [
 
 Label = Literal["muon", "adam", "frozen"]
 LABELS: tuple[str, ...] = get_args(Label)
-Shape = tuple[int, ...]
 T = TypeVar("T")
 
 _SEPARATOR = re.compile(r"[./]")
@@ -42,7 +44,25 @@ def words(segments: Segments) -> tuple[str, ...]:
       >>> words(("layers", "0", "Attn.q_proj"))
       ('layers', '0', 'attn', 'q_proj')
     """
-    return tuple(name for s in segments for name in _SEPARATOR.split(s.lower()))
+    return tuple(name.lower() for name in names_of(segments))
+
+
+@dataclasses.dataclass(frozen=True)
+class RolePattern:
+    """Matches leaves by what they are in their tree, which names and shapes of the whole tree tell.
+
+    Attributes:
+      role: one of the roles of `default_rules()`.
+
+    Example:
+      >>> RolePattern("head")
+      RolePattern(role='head')
+    """
+
+    role: Role
+
+
+Pattern = str | re.Pattern[str] | Segments | RolePattern | Callable[[Segments, Shape], bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +74,15 @@ class Rule:
         with shell wildcards ('lm_head', 'lora_*', 'decoder/*/kernel'), never a part of a name by
         chance; '.' separates names as '/' does, in paths and patterns. A compiled regular
         expression must match the whole path 'a/b/c', with keys as they are. A tuple of keys is one
-        whole path, exactly. A function gets (segments, shape) and returns a bool.
+        whole path, exactly. A function gets (segments, shape) and returns a bool. The patterns of
+        `default_rules()` are roles that the whole tree tells.
       label: 'muon', 'adam' or 'frozen'.
       reason: a few words for the report.
-      view: which axes make the matrices, for 'muon'; None is (0, 1), for leaves of two dims.
+      view: which axes make the matrices, for 'muon'; None is (0, 1), for leaves of two dims. A rule
+        with a view passes over leaves of fewer than two dims: a bias beside is no matrix.
+      optional: whether it may match no leaf, as one that is written for many models may. Any other
+        rule that decides nothing is an error, since a mistyped name decides nothing.
+      warning: why the choice is doubtful, for a MuonWarning that names the leaves it decides.
 
     Raises:
       ValueError: for another label, an empty pattern, or a view without 'muon'.
@@ -68,18 +93,20 @@ class Rule:
       False
     """
 
-    pattern: str | re.Pattern[str] | Segments | Callable[[Segments, Shape], bool]
+    pattern: Pattern
     label: Label
     reason: str = "a rule"
     view: View | None = None
+    optional: bool = False
+    warning: str | None = None
 
     def __post_init__(self) -> None:
         if not (isinstance(self.label, str) and self.label in LABELS):
             raise ValueError(f"Rule label must be one of {LABELS}, got {self.label!r}")
         is_bytes = isinstance(self.pattern, re.Pattern) and isinstance(self.pattern.pattern, bytes)
         is_path = isinstance(self.pattern, tuple) and all(isinstance(s, str) for s in self.pattern)
-        is_known = isinstance(self.pattern, str | re.Pattern) or is_path or callable(self.pattern)
-        if is_bytes or not is_known:
+        is_known = isinstance(self.pattern, str | re.Pattern | RolePattern) or is_path
+        if is_bytes or not (is_known or callable(self.pattern)):
             raise TypeError(
                 "Rule pattern must be a string, a compiled regular expression of one, a tuple of "
                 f"keys or a function, got {self.pattern!r}"
@@ -97,17 +124,30 @@ class Rule:
         return f"{_pattern_text(self.pattern)} -> {self.label!r}"
 
     def matches(self, segments: Segments, shape: Shape) -> bool:
-        """Whether a leaf at this path, of this shape, falls under the rule."""
+        """Whether a leaf at this path, of this shape, falls under the rule.
+
+        A role is told as if the leaf were the whole tree.
+        """
+        if isinstance(self.pattern, RolePattern):
+            return roles_of([(segments, shape)]) == (self.pattern.role,)
+        return self.matches_path(segments, shape)
+
+    def matches_path(self, segments: Segments, shape: Shape) -> bool:
+        """`matches` for the patterns that look at one leaf; no role matches here."""
+        if self.view is not None and len(shape) < 2:
+            return False
         if isinstance(self.pattern, str):
             return has_run(segments, self.pattern)
         if isinstance(self.pattern, tuple):
             return segments == self.pattern
         if isinstance(self.pattern, re.Pattern):
             return self.pattern.fullmatch("/".join(segments)) is not None
-        return bool(self.pattern(segments, shape))
+        return not isinstance(self.pattern, RolePattern) and bool(self.pattern(segments, shape))
 
 
 def _pattern_text(pattern: Any) -> str:
+    if isinstance(pattern, RolePattern):
+        return f"role {pattern.role!r}"
     is_function = not isinstance(pattern, str | re.Pattern | tuple)
     name = getattr(pattern, "__qualname__", None) if is_function else None
     return repr(pattern) if name is None else f"function {name}"
@@ -116,7 +156,7 @@ def _pattern_text(pattern: Any) -> str:
 def has_run(segments: Segments, pattern: str) -> bool:
     """Whether names of the path in a row match the pattern's, as `Rule` says."""
     names, wanted = words(segments), words((pattern,))
-    if len(wanted) == 1 and not _WILDCARD.search(pattern):  # most rules, asked for each leaf
+    if len(wanted) == 1 and not _WILDCARD.search(pattern):
         return wanted[0] in names
     return any(
         all(fnmatch.fnmatchcase(n, w) for n, w in zip(names[i:], wanted, strict=False))
@@ -134,14 +174,37 @@ def first_match(table: Iterable[tuple[str, T]], segments: Segments) -> T | None:
     return next((value for pattern, value in table if has_run(segments, pattern)), None)
 
 
-def first_rule(rules: Iterable[Rule], segments: Segments, shape: Shape) -> Rule | None:
-    """The rule that decides about a leaf, the first that matches.
+def first_rules(rules: Sequence[Rule], leaves: Described) -> list[Rule | None]:
+    """The rule that decides about each leaf of a tree, the first that matches; None for no rule.
+
+    Args:
+      rules: in order.
+      leaves: paths and shapes of the whole tree.
 
     Example:
-      >>> first_rule(default_rules(), ("lm_head", "kernel"), (4, 8)).reason
-      'head'
+      >>> rules = (Rule(RolePattern("head"), "adam", "head"), Rule("*", "muon"))
+      >>> [str(r) for r in first_rules(rules, [(("fc", "kernel"), (8, 4)), (("w",), (8, 8))])]
+      ["role 'head' -> 'adam'", "'*' -> 'muon'"]
     """
-    return next((rule for rule in rules if rule.matches(segments, shape)), None)
+    roles: Sequence[Role | None] = [None] * len(leaves)
+    if any(isinstance(rule.pattern, RolePattern) for rule in rules):
+        roles = roles_of(leaves)
+    return [
+        _first(rules, segments, shape, role)
+        for (segments, shape), role in zip(leaves, roles, strict=True)
+    ]
+
+
+def _first(
+    rules: Sequence[Rule], segments: Segments, shape: Shape, role: Role | None
+) -> Rule | None:
+    for rule in rules:
+        if isinstance(rule.pattern, RolePattern):
+            if rule.pattern.role == role:
+                return rule
+        elif rule.matches_path(segments, shape):
+            return rule
+    return None
 
 
 def unmatched(patterns: Iterable[str], paths: Sequence[Segments]) -> list[str]:
@@ -152,101 +215,3 @@ def unmatched(patterns: Iterable[str], paths: Sequence[Segments]) -> list[str]:
       ['mpl']
     """
     return [p for p in patterns if not any(has_run(path, p) for path in paths)]
-
-
-def _is_below_matrix(segments: Segments, shape: Shape) -> bool:
-    del segments
-    return len(shape) < 2
-
-
-def _is_depthwise(segments: Segments, shape: Shape) -> bool:
-    del segments
-    return len(shape) > 2 and shape[-2] == 1 and max(shape[:-2]) > 1
-
-
-def _is_stacked_vector(segments: Segments, shape: Shape) -> bool:
-    del shape
-    patterns = ("bias", "*_bias", "scale", "*_scale")
-    return any(fnmatch.fnmatchcase(name, p) for name in words(segments)[-1:] for p in patterns)
-
-
-def _is_lora_factor(segments: Segments, shape: Shape) -> bool:
-    """Whether a leaf is called lora_*, or is in a module called lora and not that one's base."""
-    del shape
-    names = words(segments)
-    if any(name.startswith("lora_") for name in names):
-        return True
-    # nnx.LoRALinear has its own kernel, and nnx.LoRA that of its base_module, beside the factors.
-    below = [names[i + 1 :] for i, name in enumerate(names) if name == "lora"]
-    return any(rest not in _LORA_BASES and rest[:1] not in _LORA_BASES for rest in below)
-
-
-_LORA_BASES = {(name,) for name in ("kernel", "weight", "w", "base_module", "base_layer")}
-
-
-_EMBEDDINGS = (
-    "emb",
-    "embed",
-    "embed_in",
-    "embed_out",
-    "embed_tokens",
-    "embedder",
-    "embedding",
-    "embedding_table",
-    "embeddings",
-    "input_embedding",
-    "output_embedding",
-    *(
-        f"{what}_{name}"
-        for what in (
-            "tok",
-            "token",
-            "token_type",
-            "type",
-            "pos",
-            "position",
-            "positional",
-            "rel",
-            "word",
-        )
-        for name in ("emb", "embed", "embedder", "embedding", "embeddings")
-    ),
-    "wte",
-    "wpe",
-    "cls",
-    "cls_token",
-)
-_HEADS = (
-    "classifier",
-    "head",
-    "lm_head",
-    "logits",
-    "logits_dense",
-    "output_head",
-    "to_logits",
-    "unembed",
-    "unembedding",
-)
-
-_DEFAULT_RULES = (
-    Rule(_is_below_matrix, "adam", "fewer than two dims"),
-    Rule(_is_depthwise, "adam", "depthwise kernel"),
-    *(Rule(name, "adam", "embedding") for name in _EMBEDDINGS),
-    *(Rule(name, "adam", "head") for name in _HEADS),
-    Rule(_is_lora_factor, "adam", "LoRA factor"),
-    Rule(_is_stacked_vector, "adam", "bias or scale"),
-)
-
-
-def default_rules() -> tuple[Rule, ...]:
-    """The rules used where none are given; what none of them matches is a matrix and gets Muon.
-
-    Returns:
-      An ordered tuple, to be put after rules of one's own: `partition=(Rule(...),
-      *default_rules())`.
-
-    Example:
-      >>> sorted({rule.reason for rule in default_rules()})[:3]
-      ['LoRA factor', 'bias or scale', 'depthwise kernel']
-    """
-    return _DEFAULT_RULES

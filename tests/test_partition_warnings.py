@@ -5,12 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from containers import Unnamed
 
-from muon_optax import MuonWarning, Rule
-from muon_optax.partition import assign
-from muon_optax.surprises import warn_of_surprises
+from muon_optax import Rule
+from muon_optax.partition import assign, find_warnings
 
 
 def zeros(*shape: int) -> np.ndarray:
@@ -21,14 +19,12 @@ TREE = {"mlp": {"w": zeros(4, 4), "b": zeros(4)}, "proj": zeros(4, 4)}
 
 
 def warned(params: Any, views: Any = None, partition: Any = None) -> list[str]:
-    with pytest.warns(MuonWarning) as records:
-        warn_of_surprises(params, assign(params, views, partition))
-    return [str(r.message) for r in records if issubclass(r.category, MuonWarning)]
+    return list(find_warnings(params, assign(params, views, partition), views, partition))
 
 
 def test_no_warning_where_nothing_surprises():
-    warn_of_surprises(TREE, assign(TREE))
-    warn_of_surprises({}, assign({}))
+    assert warned(TREE) == []
+    assert warned({}) == []
 
 
 def test_no_muon_leaf_warns_with_the_reasons():
@@ -48,25 +44,42 @@ def test_one_warning_for_all_leaves_without_a_view():
     assert text.endswith("and 2 more")
 
 
+def test_equal_layers_are_named_once():
+    conv = {"conv": {"kernel": zeros(3, 3, 4, 4)}}
+    (text,) = warned({"w": zeros(4, 4), "layers": [conv] * 12, "stem": conv})
+    assert text.endswith(
+        ": layers/0/conv/kernel (3, 3, 4, 4) and 11 like it, stem/conv/kernel (3, 3, 4, 4)"
+    )
+
+
 STACK = "look like stacked vectors"
 
 
 def test_undeclared_stacks_warn():
-    no_view, stack = warned({"w": zeros(3, 4, 5), "b": zeros(3, 4), "other": zeros(7, 7)})
+    params = {"w": zeros(3, 4, 5), "v": zeros(3, 4), "other": zeros(7, 7)}
+    assert {d.path: d.label for d in assign(params).decisions} == {
+        "w": "adam",
+        "v": "adam",
+        "other": "muon",
+    }
+    no_view, stack = warned(params)
     assert "w (3, 4, 5)" in no_view
     assert STACK in stack
-    assert "b (3, 4)" in stack
+    assert "v (3, 4)" in stack
+    assert "Rule('v', 'muon')" in stack
     assert "other" not in stack
 
 
-def test_norms_of_a_scanned_block_warn_too():
-    block = {"attn": {"w": zeros(3, 4, 5)}, "ln": {"weight": zeros(3, 4)}}
+def test_vectors_of_a_scanned_block_warn_too():
+    block = {"attn": {"w": zeros(3, 4, 5)}, "pre": {"weight": zeros(3, 4)}}
     _, stack = warned({"layers": block, "out": zeros(4, 3)})
-    assert "layers/ln/weight (3, 4)" in stack
+    assert "layers/pre/weight (3, 4)" in stack
     assert "out" not in stack
-    flat = {"layers.attn.w": zeros(3, 4, 5), "layers.ln.weight": zeros(3, 4), "out": zeros(4, 3)}
+    flat = {"layers.attn.w": zeros(3, 4, 5), "layers.pre.weight": zeros(3, 4), "out": zeros(4, 3)}
     _, stack = warned(flat)
-    assert "layers.ln.weight (3, 4)" in stack
+    assert "layers.pre.weight (3, 4)" in stack
+    named = {"attn": {"w": zeros(3, 4, 5)}, "ln": {"weight": zeros(3, 4)}}
+    assert len(warned({"layers": named, "out": zeros(4, 3)})) == 1  # a norm for sure
 
 
 def test_matrices_beside_a_convolution_are_no_stack():
@@ -89,24 +102,38 @@ def test_a_single_array_of_three_dims():
 
 
 def test_containers_without_names_warn():
-    (text,) = warned(Unnamed(zeros(4, 4), zeros(4)))
-    assert "registered without names" in text
-    assert "<0> (4, 4)" in text
-    warn_of_surprises([zeros(4, 4)], assign([zeros(4, 4)]))  # a list hides nothing
+    (text,) = warned(Unnamed(zeros(4, 4), zeros(6, 6)))
+    assert "without names" in text
+    assert "<0> (4, 4), <1> (6, 6)" in text
+    assert "Rule('<0>', 'adam')" in text
+    assert warned([zeros(4, 4)]) == []  # nothing beside it that it could be taken for
+
+
+def test_a_list_of_arrays_warns_and_shapes_tell():
+    """As Keras' `trainable_variables`: table, two layers with their biases, and a head."""
+    params = [zeros(500, 16), zeros(16, 32), zeros(32), zeros(32, 16), zeros(16), zeros(16, 300)]
+    assert [d.label for d in assign(params).decisions] == [
+        "adam",
+        "muon",
+        "adam",
+        "muon",
+        "adam",
+        "adam",
+    ]
+    (text,) = warned(params)
+    assert ": 1 (16, 32), 3 (32, 16). " in text
 
 
 def test_tied_arrays_of_two_labels_warn():
     tied = jnp.zeros((5, 4))
-    params = {"tok": tied, "lm_head": tied, "w": zeros(4, 4)}
+    params = {"v": tied, "lm_head": tied, "w": zeros(4, 4)}
     (text,) = warned(params)
     assert "one array under several paths has different optimizers" in text
     assert "lm_head (5, 4)" in text
-    assert "tok (5, 4)" in text
-    both = {"tok_emb": tied, "lm_head": tied, "w": zeros(4, 4)}
-    warn_of_surprises(both, assign(both))
+    assert "v (5, 4)" in text
+    assert warned({"tok_emb": tied, "lm_head": tied, "w": zeros(4, 4)}) == []
 
 
 def test_one_shape_struct_in_many_places_is_no_tie():
     shape = jax.ShapeDtypeStruct((4, 4), jnp.float32)
-    params = {"lm_head": shape, "w": shape}
-    warn_of_surprises(params, assign(params))
+    assert warned({"lm_head": shape, "w": shape}) == []

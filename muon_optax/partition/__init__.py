@@ -1,0 +1,51 @@
+"""Which optimizer each leaf gets, and why: rules, what a tree tells, and what is doubtful."""
+
+from muon_optax.partition.assignment import (
+    NO_VIEW,
+    NOT_FLOAT,
+    Assignment,
+    Decision,
+    Partition,
+    Views,
+    as_rules,
+    assign,
+    check_rules,
+)
+from muon_optax.partition.defaults import default_rules
+from muon_optax.partition.rules import (
+    LABELS,
+    Label,
+    Rule,
+    Shape,
+    first_match,
+    first_rules,
+    has_run,
+    unmatched,
+    words,
+)
+from muon_optax.partition.warnings import doubts, find_warnings, warn
+
+__all__ = [
+    "LABELS",
+    "NOT_FLOAT",
+    "NO_VIEW",
+    "Assignment",
+    "Decision",
+    "Label",
+    "Partition",
+    "Rule",
+    "Shape",
+    "Views",
+    "as_rules",
+    "assign",
+    "check_rules",
+    "default_rules",
+    "doubts",
+    "find_warnings",
+    "first_match",
+    "first_rules",
+    "has_run",
+    "unmatched",
+    "warn",
+    "words",
+]

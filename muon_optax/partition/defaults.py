@@ -1,0 +1,99 @@
+"""The rules that are used where none are given: one for each role that a tree tells."""
+
+from muon_optax.matrix_view import MuonDimensionNumbers
+from muon_optax.partition.rules import RolePattern, Rule
+from muon_optax.partition.tree import Role
+
+__all__ = ["ADAM_RULES", "MATRIX_RULES", "default_rules"]
+
+
+def _adam(role: Role, reason: str, warning: str | None = None) -> Rule:
+    return Rule(RolePattern(role), "adam", reason, optional=True, warning=warning)
+
+
+def _muon(
+    role: Role,
+    reason: str,
+    warning: str | None = None,
+    view: MuonDimensionNumbers | None = None,
+) -> Rule:
+    return Rule(RolePattern(role), "muon", reason, view, optional=True, warning=warning)
+
+
+ADAM_RULES = (
+    _adam("vector", "fewer than two dims"),
+    _adam("bias", "bias or scale"),
+    _adam("thin", "one dim above 1"),
+    _adam("norm", "norm"),
+    _adam("quantisation", "scale of quantised weights"),
+    _adam("lora", "LoRA factor"),
+    _adam("embedding", "embedding"),
+    _adam("table", "table"),
+    _adam("tall_table", "as tall as a vocabulary, and no layer takes so many inputs"),
+    _adam("head", "head"),
+    _adam("output", "head by its shape: no layer takes its outputs"),
+    _adam("depthwise", "depthwise kernel"),
+    _adam(
+        "one_channel",
+        "depthwise kernel, or a first convolution of one channel",
+        "convolutions of one input channel get AdamW, as depthwise kernels; a first layer of grey "
+        "images or sound is a matrix",
+    ),
+    _adam(
+        "wide_output",
+        "perhaps a head: no layer takes its outputs",
+        "matrices whose outputs no other layer takes get AdamW, as output heads; a hidden layer is "
+        "Muon's",
+    ),
+    _adam(
+        "stacked_vector",
+        "a stack of vectors, by the stacks beside it",
+        "leaves that look like stacked vectors (first dim as that of a stack beside them) get "
+        "AdamW",
+    ),
+)
+
+MATRIX_RULES = (
+    _muon("matrix", "weight matrix"),
+    _muon("transposed_matrix", "weight matrix, [out, in]", view=MuonDimensionNumbers(1, 0)),
+    _muon(
+        "matrix_of_unknown_order",
+        "weight matrix, taken as [in, out]",
+        "nothing tells whether these weights are [in, out] or [out, in], on which a scale depends; "
+        "they are taken as [in, out]",
+    ),
+    _muon(
+        "inner_head",
+        "weight matrix, though called a head",
+        "matrices that are called heads get Muon, since their outputs are as wide as hidden layers",
+    ),
+    _muon(
+        "unnamed",
+        "weight matrix without a name",
+        "leaves without names, as in lists or in containers registered without names "
+        "(jax.tree_util.register_pytree_node), get Muon by their shapes alone; a table or a head "
+        "among them is AdamW's",
+    ),
+)
+
+
+def default_rules() -> tuple[Rule, ...]:
+    """The rules used where none are given.
+
+    Each is of a role, which names and shapes of the whole tree tell: words of names ('embed',
+    'norm', 'lora'), biases beside, sizes that other layers take as inputs, repeated layers. A leaf
+    of three dims or more that none of them matches gets AdamW, with a warning: nothing declares
+    which of its axes make a matrix.
+
+    Returns:
+      An ordered tuple, to be put after rules of one's own: `partition=(Rule(...),
+      *default_rules())`.
+
+    Example:
+      >>> for rule in default_rules()[:3]:
+      ...     print(rule, "|", rule.reason)
+      role 'vector' -> 'adam' | fewer than two dims
+      role 'bias' -> 'adam' | bias or scale
+      role 'thin' -> 'adam' | one dim above 1
+    """
+    return (*ADAM_RULES, *MATRIX_RULES)

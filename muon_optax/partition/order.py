@@ -1,0 +1,135 @@
+"""Which axis of a weight is its output: Flax keeps [in, out], PyTorch and Equinox [out, in]."""
+
+import collections
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from muon_optax.partition.tree import Leaf, Shape
+from muon_optax.tree_paths import Segments
+
+__all__ = ["Order"]
+
+_LARGEST_WINDOW = 64  # of a convolution; what is longer is an axis of a stack
+_TALL = 8  # so many times longer than wide, a matrix is a table or a head, whose rows are no width
+# Layers that go from the model's width, and back to it.
+_FROM_WIDTH = frozenset(
+    [
+        "q",
+        "k",
+        "v",
+        "kv",
+        "qkv",
+        "query",
+        "key",
+        "value",
+        "up",
+        "gate",
+        "fc1",
+        "wi",
+        "w1",
+        "intermediate",
+        "input",
+        "head",
+    ]
+)
+_TO_WIDTH = frozenset(["o", "out", "output", "down", "fc2", "wo", "w2"])
+
+
+class Order:
+    """The order of axes, by a layer's bias, else as other weights of the same name have it.
+
+    Attributes:
+      is_told: whether anything in the tree tells the order of leaves called 'weight'.
+    """
+
+    def __init__(self, leaves: Sequence[Leaf], widths: set[int]) -> None:
+        weights = [leaf for leaf in leaves if len(leaf.shape) == 2 and _kind(leaf) == "weight"]
+        votes = collections.Counter(
+            axis for leaf in weights if (axis := leaf.output_axis_by_bias) is not None
+        )
+        if not votes:
+            votes.update(_votes_by_width(weights, widths))
+            votes.update(_votes_by_chain(weights))
+        if not votes and any(_kind(leaf) == "kernel" for leaf in leaves):
+            votes[1] += 1
+        self.is_told = bool(votes)
+        self._usual = {"kernel": 1, "weight": votes.most_common(1)[0][0] if votes else 0}
+
+    def output_axis(self, leaf: Leaf) -> int | None:
+        """The output axis, or None where nothing tells it."""
+        if len(leaf.shape) > 2:
+            return {"kernel": len(leaf.shape) - 1, "weight": 0}.get(_kind(leaf))
+        by_bias = leaf.output_axis_by_bias
+        return self._usual.get(_kind(leaf)) if by_bias is None else by_bias
+
+    def inputs(self, leaf: Leaf) -> Iterator[int]:
+        """Sizes that its inputs may have."""
+        shape, axis = leaf.shape, self.output_axis(leaf)
+        if axis is not None:
+            yield from (size for a, size in enumerate(shape) if a != axis)
+        elif len(shape) == 2 and max(shape) >= _TALL * min(shape):
+            yield min(shape)
+        else:
+            yield from shape
+        if len(shape) > 2:  # heads and their dims, or a window and its channels, merged
+            pairs = itertools.pairwise(shape)
+            yield from (m * n for m, n in pairs if m > 1 and n > 1)
+            if axis is not None:
+                yield math.prod(shape) // shape[axis]
+
+    def channels(self, leaf: Leaf) -> tuple[int, ...]:
+        """Input channels of a convolution; PyTorch's may be transposed."""
+        is_kernel = _kind(leaf) == "kernel"
+        return leaf.shape[-2:-1] if is_kernel else leaf.shape[:2]
+
+    def depthwise_channels(self, leaf: Leaf) -> int:
+        """Channels of a kernel with one input a filter, 0 for others."""
+        is_torch = _kind(leaf) == "weight"
+        shape = leaf.shape
+        inputs, outputs = (shape[1], shape[0]) if is_torch else shape[-2:]
+        window = shape[2:] if is_torch else shape[:-2]
+        is_window = 1 < max(window) <= _LARGEST_WINDOW
+        return outputs if inputs == 1 and is_window else 0
+
+
+def _kind(leaf: Leaf) -> str:
+    """The convention that a leaf's name stands for: 'kernel', 'weight' or its own."""
+    own = leaf.name.own
+    if own == "w" or own.endswith("kernel"):
+        return "kernel"
+    return "weight" if leaf.name.is_weight else own
+
+
+def _votes_by_width(weights: Sequence[Leaf], widths: set[int]) -> Iterator[int]:
+    """Where no bias tells: queries and heads come from the model's width, others go back to it."""
+    for leaf in weights:
+        fits = [axis for axis, size in enumerate(leaf.shape) if size in widths]
+        if len(fits) != 1:
+            continue
+        near = "_".join((leaf.name.layer_name, *leaf.name.parent[-1:]))
+        words = set(near.lower().split("_"))
+        if words & _FROM_WIDTH:
+            yield 1 - fits[0]
+        elif words & _TO_WIDTH:
+            yield fits[0]
+
+
+def _votes_by_chain(weights: Sequence[Leaf]) -> Iterator[int]:
+    """In a sequence of layers the outputs of one are the inputs of the next."""
+    chains: dict[Segments, list[tuple[int, Shape]]] = collections.defaultdict(list)
+    for leaf in weights:
+        name = leaf.name
+        if name.is_numbered:
+            place = next(int(n) for n in reversed(name.names) if n.isdigit())
+            chains[(*name.parent, name.layer_name)].append((place, leaf.shape))
+    for chain in chains.values():
+        shapes = [shape for _, shape in sorted(chain)]
+        fits = [_is_chain(shapes, output) for output in (0, 1)]
+        if len(shapes) > 1 and sum(fits) == 1:
+            yield fits.index(True)
+
+
+def _is_chain(shapes: Sequence[Shape], output: int) -> bool:
+    pairs = itertools.pairwise(shapes)
+    return all(first[output] == second[1 - output] for first, second in pairs)

@@ -1,0 +1,157 @@
+"""What each leaf of a tree is: a table, a head, a norm, a hidden matrix, by names and by evidence.
+
+Names come first where they are plain. Evidence of the tree decides where they aren't, and may
+contradict them: the outputs of a head feed no other layer, a table has no bias, a norm has one of
+its own shape.
+"""
+
+import functools
+from collections.abc import Sequence
+
+from muon_optax.partition import names
+from muon_optax.partition.evidence import Evidence
+from muon_optax.partition.tree import Described, Leaf, Role, Shape, read_tree
+from muon_optax.tree_paths import Segments
+
+__all__ = ["roles_of"]
+
+
+def roles_of(leaves: Described) -> tuple[Role, ...]:
+    """The role of each leaf.
+
+    Args:
+      leaves: paths and shapes of the whole tree; evidence is what these show.
+
+    Returns:
+      A role a leaf, in order.
+
+    Example:
+      >>> tree = [(("tok", "weight"), (50, 8)), (("up", "kernel"), (8, 32)), (("fc", "w"), (32, 8))]
+      >>> roles_of([*tree, (("out", "kernel"), (8, 10))])
+      ('embedding', 'matrix', 'matrix', 'head')
+    """
+    return _roles(tuple((path, tuple(shape)) for path, shape in leaves))
+
+
+@functools.lru_cache(maxsize=64)
+def _roles(leaves: tuple[tuple[Segments, Shape], ...]) -> tuple[Role, ...]:
+    tree = read_tree(leaves)
+    bases, widths = _lora_bases(tree), _hidden_widths(tree)
+    named: list[Role | None] = [_by_name(leaf, bases, widths) for leaf in tree]
+    pairs = list(zip(tree, named, strict=True))
+    evidence = Evidence(tree, named, [leaf for leaf, role in pairs if role is None])
+    return tuple(evidence.role(leaf) if role is None else role for leaf, role in pairs)
+
+
+# By name
+
+
+def _by_name(leaf: Leaf, bases: set[Segments], widths: set[int]) -> Role | None:
+    """The role that names tell, where a bias beside doesn't contradict."""
+    name, shape = leaf.name, leaf.shape
+    if len(shape) < 2:
+        return "vector"
+    is_lora = names.LORA.is_in(token for n in name.names for token in names.tokens(n))
+    if is_lora and leaf.path not in bases:
+        return "lora"
+    if _is_companion(leaf):
+        return "quantisation"
+    if not name.is_plain and _is_vector(leaf):
+        return "bias"
+    if "bias" in name.layer and leaf.output_axis_by_bias is None and len(shape) == 2:
+        return "table"  # of biases: `relative_attention_bias/weight`
+    if _is_norm(leaf):
+        return "norm"
+    table = _table(leaf, widths)
+    return "thin" if table is None and not name.is_plain and _is_thin(leaf) else table
+
+
+_COMPANIONS = {("scale", "inv"), ("zero", "point"), ("zero", "points"), ("quant", "map")}
+
+
+def _is_companion(leaf: Leaf) -> bool:
+    """Whether it scales a quantised weight: `weight_scale_inv`, `qzeros`, `weight_scale`."""
+    name = leaf.name
+    is_of_weight = name.is_weight and not name.is_plain and "scale" in name.layer
+    known = names.QUANTISATION.is_in(name.layer) or name.layer[-2:] in _COMPANIONS
+    return is_of_weight or known
+
+
+def _lora_bases(tree: Sequence[Leaf]) -> set[Segments]:
+    """Leaves in a module called after LoRA that aren't its factors, which have own names.
+
+    So `lora/kernel` is the base matrix beside `lora/lora_a`, or `lora/lora/lora_a`.
+    """
+    depths: dict[Segments, int] = {}
+    lasts: dict[Segments, tuple[Segments, int]] = {}
+    for leaf in tree:
+        found = [i for i, n in enumerate(leaf.name.names) if names.LORA.is_in(names.tokens(n))]
+        if not found:
+            continue
+        lasts[leaf.path] = leaf.name.names[: found[-1] + 1], len(found)
+        for i in found[:-1]:
+            depths[leaf.name.names[: i + 1]] = len(found)
+    return {path for path, (module, count) in lasts.items() if depths.get(module, 0) > count}
+
+
+def _is_vector(leaf: Leaf) -> bool:
+    """Whether an array of its own is called a bias, a scale or the like."""
+    layer = leaf.name.layer
+    return bool({"bias", "biases", "log"} & set(layer)) or names.VECTOR.is_in(layer[-1:])
+
+
+def _is_thin(leaf: Leaf) -> bool:
+    """Whether an array of its own has one dim above 1, and a name."""
+    return sum(n > 1 for n in leaf.shape) < 2 and bool(leaf.name.layer)
+
+
+def _is_norm(leaf: Leaf) -> bool:
+    """Whether it is elementwise: by its layer's name, or by a bias of its own shape."""
+    name = leaf.name
+    if leaf.bias == leaf.shape:
+        return True
+    is_called_so = names.NORM.is_in(name.layer) or names.VECTOR.is_in(name.layer)
+    multiplies = names.PROJECTION.is_in(name.layer) or names.HIDDEN.is_in(name.layer)
+    has_bias = leaf.output_axis_by_bias is not None
+    return name.is_weight and len(leaf.shape) == 2 and is_called_so and not multiplies | has_bias
+
+
+def _is_called_table(leaf: Leaf) -> bool:
+    layer = leaf.name.layer
+    is_named = names.EMBEDDING.is_in(layer) or names.TABLE.is_in(layer)
+    return is_named and not names.PROJECTION.is_in(layer)
+
+
+def _hidden_widths(tree: Sequence[Leaf]) -> set[int]:
+    """Sizes of the repeated layers, and of all norms."""
+    repeated = [x for x in tree if x.is_repeated and x.name.is_weight and len(x.shape) == 2]
+    norms = [x for x in tree if len(x.shape) == 1 and not x.name.is_bias]
+    return {size for leaf in (*repeated, *norms) for size in leaf.shape}
+
+
+def _table(leaf: Leaf, widths: set[int]) -> Role | None:
+    """An embedding or another table, if it is called so and nothing shows that it multiplies."""
+    name, shape = leaf.name, leaf.shape
+    if name.own in ("kernel", "w"):  # tables of Flax, Haiku and Keras have other names
+        return None
+    is_matrix = name.is_weight and (len(shape) > 2 or leaf.output_axis_by_bias is not None)
+    if is_matrix or (leaf.bias is not None and len(leaf.bias) == 1):
+        return None
+    if _is_called_table(leaf):
+        if not names.TABLE.is_in(name.layer) and _embeds_numbers(leaf, widths):
+            return None
+        return "embedding" if names.EMBEDDING.is_in(name.layer) else "table"
+    is_query = name.layer[-1:] in (("query",), ("queries",)) and not name.is_weight
+    is_table = is_query and not leaf.siblings & {"key", "keys", "value", "values", "k", "v"}
+    return "table" if is_table else None
+
+
+def _embeds_numbers(leaf: Leaf, widths: set[int]) -> bool:
+    """Whether an 'embedding' multiplies features: those of pixels do, and some of other inputs.
+
+    PyTorch keeps a layer as [width, features], and a table as [rows, width].
+    """
+    name, shape = leaf.name, leaf.shape
+    is_layer = name.is_weight and shape[0] in widths and shape[1] not in widths
+    is_input = names.INPUT.is_in(name.layer) and is_layer
+    return len(shape) == 2 and (names.PIXELS.is_in(name.layer) or is_input)
