@@ -15,10 +15,10 @@ from running import first_update
 
 torch = pytest.importorskip("torch")
 
+from shown import report
 from torch import nn  # noqa: E402
 
-from shown import report
-from muon_optax import MatrixView, MuonWarning, model_rules, muon,  # noqa: E402
+from muon_optax import MatrixView, MuonWarning, model_rules, muon  # noqa: E402
 
 
 def params_of(model: Any) -> dict[str, Any]:
