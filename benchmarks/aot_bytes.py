@@ -135,7 +135,8 @@ def measure(
     }
     if contestant == "optax":
         return record
-    promised = plan(model.params, where, muon_weight_dimension_numbers=model.views, device=device)
+    tx = muon(1.0, muon_weight_dimension_numbers=model.views, param_shardings=where, device=device)
+    promised = plan(tx, model.params)
     return record | _promises(promised, program.received, model)
 
 

@@ -30,7 +30,7 @@ from gpt.curves import Curve
 from gpt.layout import make_mesh
 from train_gpt import abstract_parameters, make_optimizer, train, warmup_cosine
 
-from muon_optax import MuonDimensionNumbers, report
+from muon_optax import MuonDimensionNumbers, muon, report
 from muon_optax.tree_paths import leaves_with_segments, path_name
 
 SEEDS = (0, 1, 2)
@@ -55,7 +55,7 @@ def optimizers(config: Config, mesh: jax.sharding.Mesh) -> dict[str, Callable[[]
 
 def optax_muon(config: Config) -> optax.GradientTransformation:
     """The demo's optimizer with optax's Muon, which gets the leaves that ours gets."""
-    rows = report(abstract_parameters(config)).rows
+    rows = report(muon(1.0), abstract_parameters(config)).rows
     of_muon = {row.path for row in rows if row.optimizer == "muon"}
 
     def views(tree: Any) -> Any:

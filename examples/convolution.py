@@ -51,9 +51,8 @@ train, test, train_labels, test_labels = train_test_split(images, digits.target,
 
 model = Classifier(nnx.Rngs(0))
 params = nnx.state(model, nnx.Param)
-print(report(params, muon_weight_dimension_numbers=flax_matrix_views))
-
 tx = muon(0.02, adam_learning_rate=0.003, muon_weight_dimension_numbers=flax_matrix_views)
+print(report(tx, params))
 optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 for step in range(101):
     batch = np.random.default_rng(step).integers(0, len(train), 64)

@@ -63,9 +63,8 @@ def make_batch(step: int) -> jax.Array:
 model = Transformer()
 params = jax.jit(model.init)(jax.random.key(0), make_batch(0))["params"]
 views = functools.partial(flax_matrix_views, scanned="layers")
-print(report(params, muon_weight_dimension_numbers=views))
-
 tx = muon(0.02, adam_learning_rate=0.003, muon_weight_dimension_numbers=views)
+print(report(tx, params))
 state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 for step in range(61):
     state, loss = train_step(state, make_batch(step))

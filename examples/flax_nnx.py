@@ -54,8 +54,8 @@ params = nnx.state(model, nnx.Param)
 # On Auto axes a trace can't see how arrays are sharded: the variables' metadata says it.
 tx = muon(0.02, adam_learning_rate=0.01)
 optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-print(report(params))  # who gets Muon, and why
-print(plan(params))  # what each device receives and computes
+print(report(tx, params))  # who gets Muon, and why
+print(plan(tx, params))  # what each device receives and computes
 
 pairs = jnp.stack(jnp.meshgrid(jnp.arange(N), jnp.arange(N)), -1).reshape(-1, 2)
 pairs = jax.device_put(pairs, P("fsdp"))

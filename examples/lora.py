@@ -72,7 +72,8 @@ def fine_tune(tx: optax.GradientTransformation) -> dict:
 
 
 for rules in (BY_ADAMW, BY_MUON):
-    print(report(make_params(), partition=rules))
-    params = fine_tune(muon(0.02, adam_learning_rate=0.01, partition=rules))
+    tx = muon(0.02, adam_learning_rate=0.01, partition=rules)
+    print(report(tx, make_params()))
+    params = fine_tune(tx)
     base = make_params()["layer"]["base"]
     print(f"the base is as it was: {np.array_equal(params['layer']['base'], base)}\n")

@@ -76,8 +76,8 @@ tx = muon(
     muon_weight_dimension_numbers=views,
     param_shardings=params,  # on Auto axes a trace can't see how arrays are sharded
 )
-print(report(params, muon_weight_dimension_numbers=views))
-print(plan(params, params, muon_weight_dimension_numbers=views))
+print(report(tx, params))
+print(plan(tx, params))
 state = jax.jit(tx.init)(params)
 for step in range(61):
     batch = jax.random.normal(jax.random.key(step), (256, 8))

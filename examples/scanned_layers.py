@@ -70,8 +70,8 @@ def train_step(params: optax.Params, state: optax.OptState, x: jax.Array):
 
 
 params = make_params()
-print(report(params, muon_weight_dimension_numbers=VIEWS))
-print(plan(params, muon_weight_dimension_numbers=VIEWS))
+print(report(tx, params))
+print(plan(tx, params))
 state = jax.jit(tx.init)(params)
 for step in range(61):
     batch = jax.random.normal(jax.random.key(step), (256, 8))

@@ -49,7 +49,7 @@ def loss_fn(blocks: Params, x: jax.Array) -> jax.Array:
     return jnp.mean(error**2) / mesh.size
 
 
-state_where = state_shardings(tx, params, where)
+state_where = state_shardings(tx, params)
 state_specs = jax.tree.map(lambda sharding: sharding.spec, state_where)
 
 
@@ -67,7 +67,7 @@ def train_step(blocks: Params, state: optax.OptState, x: jax.Array):
     return optax.apply_updates(blocks, updates), state, jax.lax.psum(share, "fsdp")
 
 
-print(plan(params, where))  # what each device receives and computes
+print(plan(tx, params))  # what each device receives and computes
 state = jax.jit(tx.init, out_shardings=state_where)(params)
 for step in range(61):
     batch = jax.random.normal(jax.random.key(step), (256, 8))

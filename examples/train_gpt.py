@@ -187,8 +187,9 @@ def main() -> None:
 def show_setup(config: Config, corpus: Corpus, mesh: Mesh, console: Console) -> None:
     """Prints what each parameter gets, what an update does on the mesh, and what to learn."""
     params = abstract_parameters(config)
-    console.print(report(params))
-    console.print(plan(params, shard_parameters(params, mesh), ns_coeffs=config.schedule))
+    tx = make_optimizer("muon", config, mesh)
+    console.print(report(tx, params))
+    console.print(plan(tx, params))
     console.print(str(corpus))
 
 

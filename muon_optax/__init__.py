@@ -21,7 +21,7 @@ from muon_optax.sharding.state import state_shardings
 from muon_optax.statistics import UpdateStats, update_stats
 from muon_optax.transforms.direction import scale_by_muon
 from muon_optax.transforms.momentum import scale_by_momentum
-from muon_optax.transforms.momentum_state import MuonState
+from muon_optax.transforms.momentum_state import MuonState, momentum
 from muon_optax.transforms.orthogonalize import orthogonalize
 from muon_optax.transforms.shape_scale import scale_by_shape
 from muon_optax.views.flax import flax_matrix_views
@@ -45,6 +45,7 @@ __all__ = [
     "default_rules",
     "flax_matrix_views",
     "model_rules",
+    "momentum",
     "muon",
     "newton_schulz",
     "orthogonalize",

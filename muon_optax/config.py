@@ -20,7 +20,7 @@ from muon_optax.transforms.direction import Direction
 from muon_optax.transforms.shape_scale import Scaling
 from muon_optax.tree_paths import Segments, leaves_with_segments, masked_unless
 
-__all__ = ["Found", "MuonConfig", "find_configs", "note_if_searched"]
+__all__ = ["Found", "MuonConfig", "find_configs", "note_if_searched", "search_configs"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +78,18 @@ def note_if_searched(config: MuonConfig, params: Any) -> bool:
 
 
 def find_configs(tx: optax.GradientTransformation, params: Any) -> list[Found]:
+    """As `search_configs`, but there must be one.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    found = search_configs(tx, params)
+    if not found:
+        raise ValueError(f"there is no muon_optax.muon in {tx}")
+    return found
+
+
+def search_configs(tx: optax.GradientTransformation, params: Any) -> list[Found]:
     """Every `muon` in a transformation, with the leaves that reach it.
 
     Args:
@@ -86,9 +98,6 @@ def find_configs(tx: optax.GradientTransformation, params: Any) -> list[Found]:
 
     Returns:
       One entry for each `muon`.
-
-    Raises:
-      ValueError: if there is none.
     """
     check_arrays(leaves_with_segments(params))
     notes: list[_Note] = []
@@ -98,8 +107,6 @@ def find_configs(tx: optax.GradientTransformation, params: Any) -> list[Found]:
         jax.eval_shape(lambda p: (tx.init(p), ())[1], params)
     finally:
         _notes.reset(token)
-    if not notes:
-        raise ValueError(f"there is no muon_optax.muon in {tx}")
     return [
         Found(config, masked_unless(lambda path, _, paths=paths: path in paths, params))
         for config, paths in notes

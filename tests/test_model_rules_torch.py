@@ -15,7 +15,7 @@ from running import first_update
 
 torch = pytest.importorskip("torch")
 
-from shown import report
+from shown import report  # noqa: E402
 from torch import nn  # noqa: E402
 
 from muon_optax import MatrixView, MuonWarning, model_rules, muon  # noqa: E402

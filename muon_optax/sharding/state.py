@@ -6,6 +6,7 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from muon_optax.config import search_configs
 from muon_optax.sharding.declared import (
     Declared,
     bare_spec,
@@ -15,6 +16,7 @@ from muon_optax.sharding.declared import (
     mesh_of,
 )
 from muon_optax.sharding.metadata import annotations_of, usable
+from muon_optax.sharding.options import Shardings
 from muon_optax.sharding.placement import HOST_MEMORY, names_host
 from muon_optax.transforms.momentum_state import MuonState
 from muon_optax.tree_paths import (
@@ -37,15 +39,17 @@ def state_shardings(
 ) -> Any:
     """Shardings of a whole optimizer state, for `jit(out_shardings=...)` and checkpoints.
 
-    Moments and momenta are sharded like their parameters, all else is replicated.
+    Moments and momenta are sharded like their parameters, all else is replicated. A `muon` in `tx`
+    is asked for what it was told of shardings.
 
     Args:
       tx: the optimizer: `muon`, or any chain of optax transformations around it.
       params: the parameters, as arrays or shape structs.
       param_shardings: how they are sharded, a tree (or a prefix of one) of NamedSharding,
-        PartitionSpec or arrays, or a function of them that returns one; None reads it off `params`,
-        and Flax's metadata. Leaves that a prefix's spec can't cut in equal blocks are replicated.
-      mu_shardings: as given to `muon`: how Muon's momentum is sharded, if not like the parameters.
+        PartitionSpec or arrays, or a function of them that returns one; None is what `muon` was
+        told, else what `params`, and Flax's metadata, say. Leaves that a prefix's spec can't cut in equal blocks are replicated.
+      mu_shardings: how Muon's momentum is sharded, if not like the parameters; None is what `muon`
+        was told.
 
     Returns:
       A tree like `tx.init(params)` of NamedSharding.
@@ -61,14 +65,16 @@ def state_shardings(
       >>> state.trace["w"].spec
       P('fsdp',)
     """
-    declared = resolve(param_shardings, params), resolve(mu_shardings, params)
-    where = _named_shardings(params, declared[0])
+    told = _told(tx, params)
+    of_params = told.params if param_shardings is None else resolve(param_shardings, params)
+    of_momentum = told.momentum if mu_shardings is None else resolve(mu_shardings, params)
+    where = _named_shardings(params, of_params)
     structs = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
     state = jax.eval_shape(tx.init, structs)
     found = _like_params(tx, state, where)
-    if declared[1] is None:
+    if of_momentum is None:
         return found
-    moved = _like_params(tx, state, _named_shardings(params, declared[1]))
+    moved = _like_params(tx, state, _named_shardings(params, of_momentum))
     is_muon = lambda x: isinstance(x, MuonState)  # noqa: E731
     return jax.tree.map(
         lambda old, new: old._replace(mu=new.mu) if is_muon(old) else old,
@@ -76,6 +82,12 @@ def state_shardings(
         moved,
         is_leaf=is_muon,
     )
+
+
+def _told(tx: optax.GradientTransformation, params: Any) -> Shardings:
+    """What the one `muon` in a transformation was told, if there is one."""
+    found = search_configs(tx, params)
+    return found[0].config.declared.of(params) if len(found) == 1 else Shardings()
 
 
 def _like_params(tx: optax.GradientTransformation, state: Any, where: Any) -> Any:

@@ -1,11 +1,13 @@
 """The state of momentum, which pieces, checkpoints and conversions share."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import optax
 
-__all__ = ["MuonState"]
+from muon_optax.tree_paths import is_masked
+
+__all__ = ["MuonState", "momentum"]
 
 
 class MuonState(NamedTuple):
@@ -24,3 +26,35 @@ class MuonState(NamedTuple):
 
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
     mu: optax.Updates
+
+
+def momentum(state: Any) -> Any:
+    """The momentum in a state: a tree like the parameters, masked where leaves have none.
+
+    Args:
+      state: the state of `muon`, or of any optax transformation around it.
+
+    Returns:
+      The tree. Where the state holds several, of different leaves, it is the tree of all.
+
+    Raises:
+      ValueError: if there is none, or one leaf has several.
+
+    Example:
+      >>> from muon_optax import muon
+      >>> state = muon(0.02).init({"up": jnp.ones((4, 8)), "bias": jnp.ones(8)})
+      >>> jax.tree.map(jnp.shape, momentum(state))
+      {'bias': MaskedNode(), 'up': (4, 8)}
+    """
+    states = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, MuonState))
+    trees = [x.mu for x in states if isinstance(x, MuonState)]
+    if not trees:
+        raise ValueError(f"there is no state of Muon in a {type(state).__name__}")
+
+    def only(*leaves: Any) -> Any:
+        found = [x for x in leaves if not is_masked(x)]
+        if len(found) > 1:
+            raise ValueError("a leaf has several momenta: the state holds several Muons of it")
+        return found[0] if found else leaves[0]
+
+    return jax.tree.map(only, *trees, is_leaf=is_masked)
