@@ -240,6 +240,27 @@ def test_heads_of_a_vgg():
             }
 
 
+def test_tied_weights():
+    """The state has a shared table once, here below the layer's name."""
+
+    class Tied(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.tokens = nnx.Embed(9, 4, rngs=rngs)
+            self.hidden = nnx.Linear(4, 4, use_bias=False, rngs=rngs)
+            self.decoder = nnx.Linear(4, 9, use_bias=False, rngs=rngs)
+            self.decoder.kernel = self.tokens.embedding
+
+        def __call__(self, ids: jax.Array) -> jax.Array:
+            return self.hidden(self.tokens(ids)) @ self.decoder.kernel[...].T
+
+    model = nnx.eval_shape(lambda: Tied(rngs()))
+    for inputs in ((), (jax.ShapeDtypeStruct((3,), jnp.int32),)):
+        assert read(model, *inputs) == {
+            "decoder/kernel": "embedding table of Embed",
+            "hidden/kernel": [(1, 4, 4)],
+        }
+
+
 def test_heads_of_a_policy_without_inputs():
     class Policy(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):

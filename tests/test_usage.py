@@ -179,7 +179,7 @@ def test_matrices_side_by_side(name):
 OTHERS = {
     "take": (lambda w, x: jnp.take(w, x, axis=0), (9, D), "lookup"),
     "index": (lambda w, x: w[x], (9, D), "lookup"),
-    "one-hot": (lambda w, x: jax.nn.one_hot(x, 9) @ w, (9, D), "lookup"),
+    "one-hot": (lambda w, x: jax.nn.one_hot(x, 9) @ w, (9, D), "one-hot"),
     "tied to a head": (lambda w, x: w[x] @ w.T, (9, D), "lookup"),
     "relative positions": (lambda w, x: w[x[:, None] - x, :], (9, 2), "lookup"),
     "position": (lambda w, x: w + x[:, None], (5, D), "elementwise"),
