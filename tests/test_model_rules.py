@@ -156,6 +156,12 @@ def test_heads_by_shape():
     assert heads_by_shape(layers(*hidden, ("fc", 8, 6)), frozenset({6})) == set()  # a norm takes it
 
 
+def test_auxiliary_heads():
+    """GoogLeNet's classifiers in the midst put out as many classes as the last one."""
+    found = layers(("a", 8, 16), ("aux", 16, 10), ("b", 16, 16), ("fc", 16, 10))
+    assert heads_by_shape(found, frozenset()) == {("aux", "w"), ("fc", "w")}
+
+
 def test_heads_by_shape_without_an_order():
     """`nnx.eval_shape` sorts attributes: a layer beside others may be in the midst of them."""
     last = Layer(("fc", "w"), (8, 6), frozenset({8}), 6)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import model_reading
 import numpy as np
+import oracle
 import pytest
 from flax import nnx
 from model_reading import check_outer, said
@@ -148,40 +149,31 @@ def test_modules(name):
     assert read(nnx.eval_shape(lambda: make(rngs()))) == expected
 
 
-# The input of one position, as the layer's matrix takes it.
+# The input's shape, and the input of one position as the layer's matrix takes it.
 ONE_POSITION = {
-    "Linear": lambda x: x[0, 0],
-    "LinearGeneral": lambda x: x[0, 0].reshape(-1),
-    "Gemma's kv_einsum": lambda x: x[0, 0],
-    "Conv": lambda x: x.reshape(-1),
-    "Conv, grouped": lambda x: x[0].reshape(3, 2, 2).transpose(1, 0, 2).reshape(2, 6),
-    "ConvTranspose": lambda x: x.reshape(-1),
-    "ConvTranspose, transposed": lambda x: x[0, ::-1].reshape(-1),
-}
-SHAPES = {
-    "Linear": (1, 1, 4),
-    "LinearGeneral": (1, 1, 2, 3),
-    "Gemma's kv_einsum": (1, 1, 64),
-    "Conv": (1, 3, 2, 4),
-    "Conv, grouped": (1, 3, 4),
-    "ConvTranspose": (1, 3, 4),
-    "ConvTranspose, transposed": (1, 3, 4),
+    "LinearGeneral": ((1, 1, 2, 3), lambda x: x[0, 0].reshape(-1)),
+    "Gemma's kv_einsum": ((1, 1, 64), lambda x: x[0, 0]),
+    "Conv": ((1, 3, 2, 4), lambda x: x.reshape(-1)),
+    "Conv, grouped": ((1, 3, 4), lambda x: x[0].reshape(3, 2, 2).swapaxes(0, 1).reshape(2, 6)),
+    "ConvTranspose": ((1, 3, 4), lambda x: x.reshape(-1)),
+    "ConvTranspose, transposed": ((1, 3, 4), lambda x: x[0, ::-1].reshape(-1)),
 }
 
 
 @pytest.mark.parametrize("name", ONE_POSITION)
 def test_views_by_what_the_layer_computes(name):
     """The oracle of `model_reading`, of the only output of a window or of one token."""
-    model = MODULES[name][0](rngs())
-    x = jax.random.normal(KEY, SHAPES[name])
+    make, _ = MODULES[name]
+    shape, taken = ONE_POSITION[name]
+    x = oracle.gaussian(*shape).astype(np.float32)
 
-    def loss(model: Any, x: Any) -> Any:
+    def loss(model: Any) -> Any:
         y = model(x)
         middle = tuple((n - 1) // 2 for n in y.shape[1:-1]) if "Conv" in name else ()
         y = y[(0, *middle)]
-        return (y * jax.random.normal(jax.random.key(1), y.shape)).sum()
+        return (y * oracle.gaussian(*y.shape, seed=1)).sum()
 
-    params = params_of(model)
-    grads = jax.jit(nnx.grad(loss), compiler_options=QUICK)(model, x)
-    view = model_reading.views_of(model_rules(model), params)["kernel"]
-    check_outer(view, model_reading.leaves_of(grads)["kernel"], ONE_POSITION[name](np.asarray(x)))
+    gradient = jax.jit(lambda: nnx.grad(loss)(make(rngs())).kernel[...], compiler_options=QUICK)()
+    model = nnx.eval_shape(lambda: make(rngs()))
+    view = model_reading.views_of(model_rules(model), params_of(model))["kernel"]
+    check_outer(view, gradient, taken(x))

@@ -282,6 +282,6 @@ def test_the_report_and_a_step_scale_by_outputs():
     params = {name: jnp.asarray(np.eye(*p.shape)) for name, p in params_of(model).items()}
     scales = {row.path: row.scales for row in report(params, partition=rules).rows}
     assert scales == {"0.weight": (4.0,), "1.weight": ()}
-    updates: Any = first_update(muon(1.0, partition=rules), params)
+    updates: Any = first_update(muon(1.0, partition=rules), params, jit=True)
     sigma = np.linalg.svd(updates["0.weight"], compute_uv=False)
     np.testing.assert_allclose(sigma, 4, rtol=0.3)

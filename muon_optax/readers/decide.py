@@ -40,6 +40,7 @@ UNKNOWN_STACK = "unknown stack"
 
 _KINDS = {
     "lookup": "a table that {} looks up",
+    "one-hot": "a table that {} looks up",
     "depthwise": "depthwise kernel of {}",
     "elementwise": "used elementwise in {}",
 }
@@ -95,13 +96,15 @@ def _choose(leaf: ModuleLeaf, reading: Reading, stacked: Mapping[Segments, Axes 
     kernel = leaf.kernel
     is_factor = is_adapter(leaf.segments) and len(leaf.shape) > 1
     is_known = kernel is not None and bool(choices(Declared(leaf.shape, kernel.shape)))
+    role = reading.usage.roles.get(leaf.segments) if reading.usage else None
+    if kernel and kernel.view and role and role.kind == "lookup":  # tied to an embedding
+        return Choice("adam", _KINDS["lookup"].format(leaf.module))
     if kernel and is_known and (kernel.view is None or kernel.is_adapted or not is_factor):
         return _by_module(leaf, kernel, stacked[leaf.segments])
     if is_factor:
         return Choice("adam", "LoRA factor")
     if len(leaf.shape) < 2:
         return Choice("adam", "fewer than two dims")
-    role = reading.usage.roles.get(leaf.segments) if reading.usage else None
     if role is not None and role.view is not None:
         view = _experts_apart(role.view, leaf) if is_expert(leaf.segments) else role.view
         return Choice("muon", f"weight of {leaf.module}, by its use", view)
@@ -177,7 +180,8 @@ def _layer(leaf: ModuleLeaf, choice: Choice, stacked: Axes | None) -> Layer:
 
 
 def _widths(reading: Reading) -> frozenset[int]:
-    """Sizes of norms, and of what embeddings look up."""
+    """Sizes of norms, of what embeddings look up, and of what unknown modules may take."""
     kinds = ("norm", "embedding table")
     kernels = [leaf.kernel for leaf in reading.leaves]
-    return frozenset(k.shape[-1] for k in kernels if k and k.kind in kinds and k.shape)
+    known = {k.shape[-1] for k in kernels if k and k.kind in kinds and k.shape}
+    return frozenset(known.union(*(x.shape for x in reading.leaves if x.kernel is None)))

@@ -61,6 +61,8 @@ def heads_by_shape(
 ) -> set[Segments]:
     """The layers at the model's end whose outputs nothing else in the model takes.
 
+    With them go those that put out as much, as auxiliary classifiers do.
+
     Args:
       layers: as in `heads_by_name`.
       widths: as in `heads_by_name`.
@@ -69,9 +71,9 @@ def heads_by_shape(
 
     Example:
       >>> sizes = [(16, 64), (64, 64), (64, 10)]
-      >>> layers = [Layer((f"{m}",), (m, n), frozenset({m}), n) for m, n in sizes]
-      >>> len(heads_by_shape(layers, frozenset()))
-      1
+      >>> layers = [Layer((f"{m} to {n}",), (m, n), frozenset({m}), n) for m, n in sizes]
+      >>> heads_by_shape(layers, frozenset())
+      {('64 to 10',)}
     """
     if is_ordered:
         found = _last(layers, layers, widths)
@@ -79,6 +81,8 @@ def heads_by_shape(
         parts = [layer.segments[0] for layer in layers]
         alone = [layer for layer in layers if parts.count(layer.segments[0]) == 1]
         found = {layer.segments for layer in alone if _is_end(layer, layers, widths)}
+    sizes = {layer.fan_out for layer in layers if layer.segments in found}
+    found |= {layer.segments for layer in layers if layer.fan_out in sizes and not layer.is_stacked}
     return found if len(found) < len(layers) else set()
 
 

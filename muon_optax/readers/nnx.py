@@ -25,7 +25,8 @@ def read(model: nnx.Module, inputs: Inputs) -> Reading:
     leaves = leaves_with_segments(nnx.state(model, nnx.Param))
     chains = {path: _chain(model, path) for path, leaf in leaves if is_float_leaf(leaf)}
     shapes = {path: tuple(jnp.shape(leaf)) for path, leaf in leaves}
-    found = [_leaf(path, shapes[path], nodes) for path, (_, nodes) in chains.items()]
+    tables = _tables(model)
+    found = [_leaf(path, shapes[path], nodes, tables) for path, (_, nodes) in chains.items()]
     by_name = [leaf.segments for leaf in found]
     found.sort(key=lambda leaf: chains[leaf.segments][0])
     # `nnx.eval_shape` sorts a module's attributes by their names.
@@ -62,7 +63,18 @@ def _children(node: Any) -> Iterator[tuple[str, Any]]:
         yield from getattr(node, "__dict__", {}).items()
 
 
-def _leaf(path: Segments, shape: Shape, nodes: list[Any]) -> ModuleLeaf:
+def _tables(model: nnx.Module) -> dict[int, nnx.Embed]:
+    """The embeddings by their tables' identities: another layer may share one and name it."""
+    modules = [module for _, module in nnx.iter_modules(model) if isinstance(module, nnx.Embed)]
+    return {id(module.embedding): module for module in modules}
+
+
+def _leaf(
+    path: Segments, shape: Shape, nodes: list[Any], tables: Mapping[int, nnx.Embed]
+) -> ModuleLeaf:
+    if id(nodes[-1]) in tables:
+        embed = tables[id(nodes[-1])]
+        return ModuleLeaf(path, shape, type(embed).__name__, _declared(embed, None, "embedding"))
     places = [i for i, node in enumerate(nodes) if isinstance(node, nnx.Module)]
     owner, parent = nodes[places[-1]], nodes[places[-2]] if len(places) > 1 else None
     is_own = places[-1] == len(path) - 1  # not in a list or dict of the module's

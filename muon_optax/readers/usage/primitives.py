@@ -137,7 +137,7 @@ def _dot_general(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
         return [_activation(ins)]
     is_lookup = lhs.is_one_hot or rhs.is_one_hot
     is_pair = bool(lhs.weights and rhs.weights)
-    kind: Kind = "lookup" if is_lookup else "combined" if is_pair else "matmul"
+    kind: Kind = "one-hot" if is_lookup else "combined" if is_pair else "matmul"
     used, free = [], [_free(atom, *side[1:]) for atom, side in zip(eqn.invars, sides, strict=True)]
     for (value, sums, batch), kept in zip(sides, free, strict=True):
         for weight in value.weights:

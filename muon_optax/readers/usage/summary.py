@@ -23,12 +23,12 @@ class Role:
     """What one parameter is used for.
 
     Attributes:
-      kind: 'matrix', 'depthwise', 'lookup', 'elementwise', 'unused', or 'unclear': multiplied with
-        another parameter, or in several ways.
+      kind: 'matrix', 'depthwise', 'lookup', 'one-hot' (a lookup by a matmul), 'elementwise',
+        'unused', or 'unclear': multiplied with another parameter, or in several ways.
       view: a matrix's.
     """
 
-    kind: Literal["matrix", "depthwise", "lookup", "elementwise", "unused", "unclear"]
+    kind: Literal["matrix", "depthwise", "lookup", "one-hot", "elementwise", "unused", "unclear"]
     view: MatrixView | MuonDimensionNumbers | None = None
 
 
@@ -96,10 +96,9 @@ def _role(uses: list[Use], shape: Shape) -> Role:
     kinds = {use.kind for use in uses}
     if not uses:
         return Role("unused")
-    if "lookup" in kinds:
-        return Role("lookup")
-    if "depthwise" in kinds:
-        return Role("depthwise")
+    for kind in ("lookup", "one-hot", "depthwise"):
+        if kind in kinds:
+            return Role(kind)
     matmuls = [use for use in uses if use.kind == "matmul"]
     view = _view(matmuls, shape) if matmuls else None
     if view is not None:

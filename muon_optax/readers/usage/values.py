@@ -9,7 +9,7 @@ from muon_optax.readers.usage.axes import Factor, Weight
 __all__ = ["Kind", "LayerId", "Use", "Value", "joined"]
 
 LayerId = tuple[int, ...]
-Kind = Literal["matmul", "depthwise", "lookup", "combined", "other"]
+Kind = Literal["matmul", "depthwise", "lookup", "one-hot", "combined", "other"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +59,9 @@ class Use(NamedTuple):
     """What a call does with a parameter at one place.
 
     Attributes:
-      kind: 'matmul' (a convolution too), 'depthwise', 'lookup', 'combined' with another parameter
-        in a matmul without an activation, or 'other': elementwise, or in a kernel that can't be
-        seen into.
+      kind: 'matmul' (a convolution too), 'depthwise', 'lookup', 'one-hot' (a lookup by a matmul),
+        'combined' with another parameter in a matmul without an activation, or 'other':
+        elementwise, or in a kernel that can't be seen into.
       reduction: factors that a matmul sums over.
       output: factors of its output.
       cut: as in `Weight`.
