@@ -315,7 +315,11 @@ DOORS: dict[str, Any] = {
     "muon": lambda **options: muon(0.1, **options),
     "scale_by_muon": scale_by_muon,
     "orthogonalize": orthogonalize,
-    "plan": lambda **options: plan({"w": jax.ShapeDtypeStruct((64, 256), "float32")}, **options),
+    "plan": lambda **options: plan(
+        {"w": jax.ShapeDtypeStruct((64, 256), "float32")},
+        NamedSharding(FLAT, P(None, "f")),
+        **options,
+    ),
 }
 
 
