@@ -238,6 +238,13 @@ def test_several_kernels_of_one_channel_are_depthwise():
         axes_of({path: shape for path, shape in shapes.items() if path[0] == "0"})
 
 
+def test_stacked_kernels_of_one_channel_are_depthwise():
+    layer: Shapes = {"in/kernel": (64, 96), "conv1d/kernel": (4, 1, 96), "out/kernel": (96, 64)}
+    for place in (0, 1):
+        found = axes_of(under("layers", stack(layer | NORM, place, 5)))
+        assert set(found) == {"layers/in/kernel", "layers/out/kernel"}
+
+
 def test_a_temporal_convolution_is_no_matrix():
     with pytest.warns(MuonWarning, match=r"can't tell.*conv_1d/w \(4, 64\)"):
         assert axes_of({"conv_1d/w": (4, 64), "conv_1d/b": (64,)}) == {}
@@ -290,6 +297,12 @@ def test_names_of_torch_have_no_order_without_a_bias():
     with pytest.warns(MuonWarning, match=r"can't tell.*up/weight \(256, 64\)"):
         assert axes_of({"up/weight": (256, 64)}) == {}
     assert axes_of({"up/weight": (256, 64), "up/bias": (256,)}) == {"up/weight": ((), (1,), (0,))}
+
+
+def test_a_weight_called_as_a_bias_is_not_lost():
+    with pytest.warns(MuonWarning, match=r"can't tell.*: factors/b \(8, 64\)$"):
+        assert axes_of({"factors/a": (64, 8), "factors/b": (8, 64)}).keys() == {"factors/a"}
+    assert axes_of({"query/w": (64, 4, 16), "query/b": (4, 16)}).keys() == {"query/w"}
 
 
 # Attention
