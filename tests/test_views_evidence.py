@@ -1,172 +1,20 @@
-"""What biases, norms, neighbours and names tell about the axes of a weight, and what they don't."""
+"""What biases, neighbours and names tell about the axes of a weight, and what they don't."""
 
-import functools
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from flax.traverse_util import unflatten_dict
-
-from muon_optax import (
-    MatrixView,
-    MuonDimensionNumbers,
-    MuonWarning,
-    Rule,
-    default_rules,
-    flax_matrix_views,
-    muon,
+from view_trees import (
+    HEADS,
+    HEADS_AXES,
+    NORM,
+    Axes,
+    Shapes,
+    axes_of,
+    matrices_of,
+    stack,
+    stacked_axes,
+    under,
 )
-from muon_optax.matrix_view import bind_view, is_view
-from muon_optax.tree_paths import leaves_with_segments, path_name
 
-Shapes = dict[str, tuple[int, ...]]
-Axes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-
-
-def tree(shapes: Shapes) -> Any:
-    """{'a/b': (2, 3)} as nested shape structs."""
-    leaves = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes.items()}
-    return unflatten_dict(leaves, sep="/")
-
-
-def axes_of(shapes: Shapes, **options: Any) -> dict[str, Axes]:
-    """Batch, reduction and output axes of the leaves that have a view."""
-    views = flax_matrix_views(tree(shapes), **options)
-    found = leaves_with_segments(views, lambda x: x is None or is_view(x))
-    bound = {path_name(p): bind_view(v, shapes[path_name(p)]) for p, v in found if v is not None}
-    return {p: (v.batch_axes, v.reduction_axes, v.output_axes) for p, v in bound.items()}
-
-
-def matrices_of(shapes: Shapes) -> dict[str, tuple]:
-    views = flax_matrix_views(tree(shapes))
-    found = leaves_with_segments(views, lambda x: x is None or is_view(x))
-    return {path_name(p): bind_view(v, shapes[path_name(p)]).matrices for p, v in found if v}
-
-
-def under(module: str, shapes: Shapes) -> Shapes:
-    return {f"{module}/{path}": shape for path, shape in shapes.items()}
-
-
-MLP: Shapes = {"wi/kernel": (64, 96), "wo/kernel": (96, 64)}
-HEADS: Shapes = {
-    "query/kernel": (64, 4, 24),
-    "key/kernel": (64, 2, 24),
-    "value/kernel": (64, 2, 24),
-    "out/kernel": (4, 24, 64),
-}
-NORM: Shapes = {"norm/scale": (64,)}
-HEADS_AXES: dict[str, Axes] = {
-    "query/kernel": ((), (0,), (1, 2)),
-    "key/kernel": ((), (0,), (1, 2)),
-    "value/kernel": ((), (0,), (1, 2)),
-    "out/kernel": ((), (0, 1), (2,)),
-}
-MLP_AXES: dict[str, Axes] = {"wi/kernel": ((), (0,), (1,)), "wo/kernel": ((), (0,), (1,))}
-
-
-def stack(shapes: Shapes, place: int, size: int) -> Shapes:
-    """What nn.scan makes of the parameters of one layer."""
-    cut = {path: min(place, len(shape)) for path, shape in shapes.items()}
-    return {p: (*s[: cut[p]], size, *s[cut[p] :]) for p, s in shapes.items()}
-
-
-def stacked_axes(axes: dict[str, Axes], place: int) -> dict[str, Axes]:
-    def moved(group: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(a + (a >= place) for a in group)
-
-    return {p: ((place, *moved(b)), moved(i), moved(o)) for p, (b, i, o) in axes.items()}
-
-
-# The layer axis
-
-
-def test_the_layer_axis_second_by_the_dims_that_a_stack_shares():
-    shapes: Shapes = {"layers/wi/kernel": (64, 4, 96), "layers/wo/kernel": (96, 4, 64)}
-    want = {path: ((1,), (0,), (2,)) for path in shapes}
-    assert axes_of(shapes, scanned=("layers",)) == want
-    assert axes_of(shapes) == want
-    assert matrices_of(shapes) == {
-        "layers/wi/kernel": ((4, 64, 96),),
-        "layers/wo/kernel": ((4, 96, 64),),
-    }
-
-
-@pytest.mark.parametrize("norm", [{}, NORM], ids=["kernels", "norm"])
-@pytest.mark.parametrize("place", [0, 1])
-@pytest.mark.parametrize("size", [1, 2, 5, 12])
-def test_stacks_of_attention_and_mlp(size, place, norm):
-    layer = under("attn", HEADS) | under("mlp", MLP) | norm
-    axes = {f"attn/{p}": a for p, a in HEADS_AXES.items()}
-    axes |= {f"mlp/{p}": a for p, a in MLP_AXES.items()}
-    want = {f"layers/{p}": a for p, a in stacked_axes(axes, place).items()}
-    shapes = under("layers", stack(layer, place, size))
-    if norm:
-        assert axes_of(shapes) == want
-    assert axes_of(shapes, scanned="layers") == want
-    assert axes_of(layer) == axes
-
-
-def test_two_stacks_of_one_tree():
-    block = under("mlp", MLP) | NORM
-    shapes = under("encoder", stack(block, 0, 3)) | under("decoder", stack(block, 1, 5))
-    found = axes_of(shapes, scanned=("encoder", "decoder"))
-    assert found["encoder/mlp/wi/kernel"] == ((0,), (1,), (2,))
-    assert found["decoder/mlp/wi/kernel"] == ((1,), (0,), (2,))
-    assert found == axes_of(shapes)
-
-
-def test_a_stack_of_stacks():
-    shapes = under("layers", stack(stack(under("mlp", MLP) | NORM, 0, 3), 0, 2))
-    want: Axes = ((0, 1), (2,), (3,))
-    assert axes_of(shapes) == {path: want for path in shapes if path.endswith("kernel")}
-
-
-def test_the_layer_axis_last():
-    layer = under("attn", HEADS) | under("mlp", MLP) | NORM
-    shapes = under("layers", {path: (*shape, 7) for path, shape in layer.items()})
-    found = axes_of(shapes)
-    assert found["layers/mlp/wo/kernel"] == ((2,), (0,), (1,))
-    assert found["layers/attn/out/kernel"] == ((3,), (0, 1), (2,))
-
-
-@pytest.mark.parametrize(
-    "shapes",
-    [
-        {"layers/a/kernel": (64, 4, 96)},
-        {"layers/a/kernel": (64, 4, 96), "layers/b/kernel": (64, 4, 32)},
-        {"layers/norm/scale": (4, 64), "layers/Dense_0/kernel": (4, 64, 96)},
-        {"layers/q_proj/kernel": (12, 64, 64)},
-        {"layers/attn/q_proj/kernel": (12, 64, 64), "layers/attn/k_proj/kernel": (12, 64, 32)},
-    ],
-)
-def test_a_layer_axis_that_nothing_tells(shapes):
-    for options in ({"scanned": "layers"}, {}):
-        with pytest.warns(MuonWarning, match=r"can't tell.*scanned.*\{'layers': 1\}") as records:
-            assert axes_of(shapes, **options) == {}
-        assert len(records) == 1
-        for path in shapes.keys() - {"layers/norm/scale"}:
-            assert f"{path} {shapes[path]}" in str(records[0].message)
-    assert axes_of(shapes, scanned={"layers": 1}).keys() >= {next(iter(shapes))} - {
-        "layers/norm/scale"
-    }
-
-
-def test_norms_that_look_stacked_beside_a_leaf_that_does_not():
-    layer = stack(under("attn", {"query/kernel": (64, 64)}) | NORM, 0, 4)
-    shapes = under("layers", layer | {"shared/scale": (64,)})
-    with pytest.warns(MuonWarning) as records:
-        assert axes_of(shapes) == {}
-    kernels, norms = sorted(str(record.message) for record in records)
-    assert "layers/attn/query/kernel (4, 64, 64)" in kernels
-    assert "layers/norm/scale (4, 64)" in norms
-
-
-def test_norms_over_heads_are_no_stack():
-    shapes = under("attn", HEADS | {"q_norm/scale": (4, 24), "k_norm/scale": (2, 24)})
-    assert axes_of(shapes) == {f"attn/{path}": axes for path, axes in HEADS_AXES.items()}
-
+from muon_optax import MuonWarning
 
 # Experts, and what isn't a convolution
 
@@ -238,6 +86,13 @@ def test_several_kernels_of_one_channel_are_depthwise():
         axes_of({path: shape for path, shape in shapes.items() if path[0] == "0"})
 
 
+def test_stacked_kernels_of_one_channel_are_depthwise():
+    layer: Shapes = {"in/kernel": (64, 96), "conv1d/kernel": (4, 1, 96), "out/kernel": (96, 64)}
+    for place in (0, 1):
+        found = axes_of(under("layers", stack(layer | NORM, place, 5)))
+        assert set(found) == {"layers/in/kernel", "layers/out/kernel"}
+
+
 def test_a_temporal_convolution_is_no_matrix():
     with pytest.warns(MuonWarning, match=r"can't tell.*conv_1d/w \(4, 64\)"):
         assert axes_of({"conv_1d/w": (4, 64), "conv_1d/b": (64,)}) == {}
@@ -290,6 +145,12 @@ def test_names_of_torch_have_no_order_without_a_bias():
     with pytest.warns(MuonWarning, match=r"can't tell.*up/weight \(256, 64\)"):
         assert axes_of({"up/weight": (256, 64)}) == {}
     assert axes_of({"up/weight": (256, 64), "up/bias": (256,)}) == {"up/weight": ((), (1,), (0,))}
+
+
+def test_a_weight_called_as_a_bias_is_not_lost():
+    with pytest.warns(MuonWarning, match=r"can't tell.*: factors/b \(8, 64\)$"):
+        assert axes_of({"factors/a": (64, 8), "factors/b": (8, 64)}).keys() == {"factors/a"}
+    assert axes_of({"query/w": (64, 4, 16), "query/b": (4, 16)}).keys() == {"query/w"}
 
 
 # Attention
@@ -374,83 +235,7 @@ def test_outputs_first_in_praxis():
     assert found["attn/post/w"] == ((), (1, 2), (0,))
 
 
-# Rules
-
-
-def test_rules_teach_views_and_silence_warnings():
-    shapes: Shapes = {"mix_out": (4, 16, 64), "up": (3, 64, 96), "head": (64, 50)}
-    rules = (
-        Rule("mix_out", "muon", view=MuonDimensionNumbers((0, 1), 2)),
-        Rule("up", "adam"),
-        Rule("head", "muon"),
-        *default_rules(),
-    )
-    assert axes_of(shapes, rules=rules) == {
-        "mix_out": ((), (0, 1), (2,)),
-        "head": ((), (0,), (1,)),
-    }
-    with pytest.warns(MuonWarning, match=r"can't tell.*: mix_out \(4, 16, 64\), up \(3"):
-        assert axes_of(shapes) == {}
-
-
-def test_a_rule_beats_what_would_be_found():
-    shapes: Shapes = {"q/kernel": (64, 4, 16), "q/bias": (4, 16), "lm_head/kernel": (64, 50)}
-    by_heads = Rule("q", "muon", view=MuonDimensionNumbers(0, 2))
-    assert axes_of(shapes) == {"q/kernel": ((), (0,), (1, 2))}
-    rules = (by_heads, Rule("lm_head", "muon"))
-    assert axes_of(shapes, rules=rules) == {
-        "q/kernel": ((1,), (0,), (2,)),
-        "lm_head/kernel": ((), (0,), (1,)),
-    }
-    assert axes_of(shapes, rules=(Rule("q", "adam"),)) == {}
-
-
-def test_one_rule_with_negative_axes_serves_stacked_and_single_leaves():
-    shapes: Shapes = {"layers/mix": (6, 8, 64, 96), "last/mix": (8, 64, 96)}
-    rules = (Rule("mix", "muon", view=MuonDimensionNumbers(-2, -1)),)
-    assert axes_of(shapes, rules=rules) == {
-        "layers/mix": ((0, 1), (2,), (3,)),
-        "last/mix": ((0,), (1,), (2,)),
-    }
-
-
-def test_rules_with_fused_views():
-    params = tree({"qkv/kernel": (64, 96)})
-    view = MatrixView(-2, -1, split=(64, 16, 16))
-    assert flax_matrix_views(params, rules=(Rule("qkv", "muon", view=view),)) == {
-        "qkv": {"kernel": view}
-    }
-
-
-def test_a_rule_for_a_module_is_for_its_weight():
-    shapes: Shapes = {"mix/w": (6, 8, 64), "mix/bias": (6, 64), "mix/scale": (64,)}
-    rules = (Rule("mix", "muon", view=MuonDimensionNumbers(-2, -1)),)
-    assert axes_of(shapes, rules=rules) == {"mix/w": ((0,), (1,), (2,))}
-    rules = (Rule("mix/bias", "muon", view=MuonDimensionNumbers(-2, -1)),)
-    assert axes_of(shapes, rules=rules)["mix/bias"] == ((), (0,), (1,))
-
-
-def test_rules_that_can_not_hold():
-    params = tree({"a/kernel": (64, 32), "b/kernel": (64, 32)})
-    with pytest.raises(ValueError, match=r"match no leaf of a/kernel, b/kernel:\n  'c' -> 'muon'"):
-        flax_matrix_views(params, rules=(Rule("c", "muon"),))
-    with pytest.raises(ValueError, match=r"views freeze nothing.*\n  'a' -> 'frozen'$"):
-        flax_matrix_views(params, rules=(Rule("a", "frozen"), Rule("b", "adam")))
-    three = Rule("kernel", "muon", view=MuonDimensionNumbers(1, 2))
-    with pytest.raises(ValueError, match=r"don't fit:\n  a/kernel by .*\[-2, 1\].*\n  b/kernel by"):
-        flax_matrix_views(params, rules=(three,))
-
-
-def test_a_partial_is_asked_at_each_trace():
-    shapes: Shapes = {"layers/mix": (2, 4, 6), "head": (6, 8)}
-    params = {path: jnp.ones(shape) for path, shape in shapes.items()}
-    rules = (Rule("*mix", "muon", view=MuonDimensionNumbers(-2, -1)),)
-    views = functools.partial(flax_matrix_views, rules=rules)
-    tx = muon(1.0, "tight", scale="none", muon_weight_dimension_numbers=views)
-    state = jax.jit(tx.init)(params)
-    update = jax.jit(lambda g, s, p: tx.update(g, s, p)[0])(params, state, params)
-    norms = np.linalg.norm(np.asarray(update["layers/mix"]), 2, axis=(1, 2))
-    np.testing.assert_allclose(norms, 1.0, atol=0.05)
+# Warnings
 
 
 def test_the_warning_names_all_the_leaves():

@@ -88,9 +88,11 @@ def _kernel(weight: Weight, roles: Roles | None) -> _Kernel | None:
 
 
 def _is_depthwise(kernel: _Kernel, alike: Sequence[_Kernel], made: set[int]) -> bool:
-    """Whether a name says so, or more than one has one input channel and as many as others give."""
-    is_named = any(t.startswith(("depthwise", "dw")) for t in kernel.weight.layer_tokens)
-    return is_named or (len(alike) > 1 and kernel.outputs in made)
+    """Whether a name says so, or several layers have one channel: a net for grey images has one."""
+    weight = kernel.weight
+    is_named = any(t.startswith(("depthwise", "dw")) for t in weight.layer_tokens)
+    is_stacked = weight.axes != tuple(range(weight.rank))
+    return is_named or is_stacked or (len(alike) > 1 and kernel.outputs in made)
 
 
 def _is_fed(weight: Weight, roles: Roles, taken: Mapping[Segments, int], made: set[int]) -> bool:

@@ -1,7 +1,7 @@
 """Matrix views of Flax models, Linen and NNX, inferred from their parameters' names and shapes."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,14 @@ from muon_optax.tree_paths import (
     path_name,
     raise_together,
 )
-from muon_optax.views.convolutions import Convolutions, sort_convolutions
+from muon_optax.views.convolutions import sort_convolutions
 from muon_optax.views.inference import Known, infer_roles
 from muon_optax.views.stacks import Stacked, find_stacks
 from muon_optax.views.weights import (
     Roles,
     Weight,
     bias_names,
+    is_plain_name,
     is_vector_name,
     merged_size,
     names_of,
@@ -106,7 +107,9 @@ MuonDimensionNumbers(reduction_axis=(0, 1, 2), output_axis=(3,)))
     given = _given(params, rules, shapes)
     stacks = find_stacks(shapes, _declared(params, scanned, shapes))
     found = _find(stacks, given)
-    views = {path: _view(stacks[path], roles) for path, roles in found.items()}
+    for message, paths in found.doubts:
+        warn_about(message, [leaf for path, leaf in stacks.items() if path in paths], _MOST_NAMES)
+    views = {path: _view(stacks[path], roles) for path, roles in found.roles.items()}
     views |= {path: rule.view for path, rule in given.items() if rule.view is not None}
     return jax.tree.structure(params).unflatten([views.get(path) for path, _ in leaves])
 
@@ -174,20 +177,39 @@ def _declared(
     return declared
 
 
-def _find(stacks: Mapping[Segments, Stacked], given: Mapping[Segments, Rule]) -> Known:
-    """The roles of the leaves that get Muon; warns of those that nothing tells."""
+class _Found(NamedTuple):
+    """The roles of the leaves that get Muon, and what to warn of: messages and paths."""
+
+    roles: Known
+    doubts: list[tuple[str, set[Segments]]]
+
+
+def _find(stacks: Mapping[Segments, Stacked], given: Mapping[Segments, Rule]) -> _Found:
     weights = _weights(stacks)
     known = infer_roles(weights)
     convs = sort_convolutions(weights, known)
     adams = _adams({p: _layer(x, known) for p, x in stacks.items() if p not in given})
     adams |= {path for path, rule in given.items() if rule.label == "adam" or rule.view}
     muons = {w.segments for w in weights} - adams
-    unknown = muons - known.keys()
-    warn_about(_DOUBTS, [x for p, x in stacks.items() if p in unknown], _MOST_NAMES)
-    warn_about(_STACKED_NORMS, [x for x in stacks.values() if x.is_unexplained], _MOST_NAMES)
-    doubtful = set().union(*convs) - given.keys()
-    _warn_of_groups({p: x for p, x in stacks.items() if p in muons & doubtful}, convs)
-    return {path: known[path] for path in muons & known.keys() - doubtful}
+    groups = set().union(*convs) - given.keys()
+    doubts = [
+        (_DOUBTS, (muons | _nameless(stacks) - given.keys() - adams) - known.keys()),
+        (_STACKED_NORMS, {path for path, leaf in stacks.items() if leaf.is_unexplained}),
+        (f"{_ONE_CHANNEL}. {_CURE}", muons & convs.one_channel & groups),
+        (f"{_GROUPS}. {_CURE}", muons & convs.grouped & groups),
+    ]
+    return _Found({path: known[path] for path in muons & known.keys() - groups}, doubts)
+
+
+def _nameless(stacks: Mapping[Segments, Stacked]) -> set[Segments]:
+    """Leaves of two dims or more called b or g, as biases and scales are, without their weight."""
+    named = [leaf for leaf in stacks.values() if leaf.names]
+    modules = {leaf.names[:-1] for leaf in named if is_plain_name(leaf.names[-1])}
+    return {
+        leaf.segments
+        for leaf in named
+        if len(leaf.axes) > 1 and is_vector_name(leaf.names[-1]) and leaf.names[:-1] not in modules
+    }
 
 
 def _weights(stacks: Mapping[Segments, Stacked]) -> list[Weight]:
@@ -223,9 +245,3 @@ def _adams(shapes: Mapping[Segments, Shape]) -> set[Segments]:
 
 def _view(leaf: Stacked, roles: Roles) -> MuonDimensionNumbers:
     return MuonDimensionNumbers(sizes(leaf.axes, roles.reduction), sizes(leaf.axes, roles.output))
-
-
-def _warn_of_groups(leaves: Mapping[Segments, Stacked], convs: Convolutions) -> None:
-    for message, paths in ((_ONE_CHANNEL, convs.one_channel), (_GROUPS, convs.grouped)):
-        found = [leaf for path, leaf in leaves.items() if path in paths]
-        warn_about(f"{message}. {_CURE}", found, _MOST_NAMES)

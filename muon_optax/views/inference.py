@@ -4,7 +4,7 @@
 2. A name says convolution, and the window is one.
 3. Weights that lead there and back tell each other's axes, in the nearest module that has such.
 4. A weight is as one beside it that differs in the number of heads only.
-5. Names of attention's layers and of experts tell, where no size speaks against it.
+5. Names of attention's layers tell, where no size speaks against it.
 
 What none of these tells has no roles: nothing is guessed from a rank.
 """

@@ -11,6 +11,7 @@ __all__ = [
     "by_name",
     "conv_by_name",
     "has_inputs_first",
+    "is_conv_like",
     "is_conv_name",
     "is_fused_name",
     "is_matmul_name",
@@ -74,7 +75,7 @@ def may_transpose(weight: Weight) -> bool:
 
 
 def by_name(weight: Weight, beside: Sequence[Weight]) -> set[Roles]:
-    """What the names of attention's layers and of experts say, where no size speaks against it.
+    """What the names of attention's layers say, where no size speaks against it.
 
     Args:
       weight: a weight of three dims or more.

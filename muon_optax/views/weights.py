@@ -13,6 +13,7 @@ __all__ = [
     "Roles",
     "Weight",
     "bias_names",
+    "is_plain_name",
     "is_vector_name",
     "merged_size",
     "names_of",
@@ -56,7 +57,7 @@ def is_vector_name(name: str) -> bool:
     return name in _VECTOR_NAMES or name.endswith(("_bias", "_scale"))
 
 
-def _is_plain(name: str) -> bool:
+def is_plain_name(name: str) -> bool:
     """Whether the leaf's name doesn't say what it is for, as weight_v of a weight norm."""
     return name in _PLAIN_NAMES or name.startswith("weight_")
 
@@ -68,7 +69,7 @@ def bias_names(name: str) -> tuple[str, ...]:
       >>> bias_names("kernel"), bias_names("wi_0"), bias_names("in_proj_weight")
       (('bias', 'b'), ('wi_0_bias',), ('in_proj_bias',))
     """
-    if _is_plain(name):
+    if is_plain_name(name):
         return ("bias", "b")
     return (f"{name.removesuffix('_weight')}_bias",)
 
@@ -118,7 +119,7 @@ class Weight:
     @property
     def layer_path(self) -> tuple[str, ...]:
         """Names down to the layer: its module, or the leaf itself where it has a telling name."""
-        is_plain = bool(self.names) and _is_plain(self.names[-1])
+        is_plain = bool(self.names) and is_plain_name(self.names[-1])
         return self.names[:-1] if is_plain else self.names
 
     @property
