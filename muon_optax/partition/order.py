@@ -1,9 +1,11 @@
 """Which axis of a weight is its output: Flax keeps [in, out], PyTorch and Equinox [out, in]."""
 
 import collections
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+from muon_optax.partition.names import word_set
 from muon_optax.partition.tree import Leaf, Shape
 from muon_optax.tree_paths import Segments
 
@@ -12,27 +14,8 @@ __all__ = ["Order"]
 _LARGEST_WINDOW = 64  # of a convolution; what is longer is an axis of a stack
 _TALL = 8  # so many times longer than wide, a matrix is a table or a head, whose rows are no width
 # Layers that go from the model's width, and back to it.
-_FROM_WIDTH = frozenset(
-    [
-        "q",
-        "k",
-        "v",
-        "kv",
-        "qkv",
-        "query",
-        "key",
-        "value",
-        "up",
-        "gate",
-        "fc1",
-        "wi",
-        "w1",
-        "intermediate",
-        "input",
-        "head",
-    ]
-)
-_TO_WIDTH = frozenset(["o", "out", "output", "down", "fc2", "wo", "w2"])
+_FROM_WIDTH = word_set("q k v kv qkv query key value up gate fc1 wi w1 intermediate input head")
+_TO_WIDTH = word_set("o out output down fc2 wo w2")
 
 
 class Order:
@@ -72,7 +55,7 @@ class Order:
         else:
             yield from shape
         if len(shape) > 2:  # heads and their dims, or a window and its channels, merged
-            pairs = zip(shape, shape[1:], strict=False)
+            pairs = itertools.pairwise(shape)
             yield from (m * n for m, n in pairs if m > 1 and n > 1)
             if axis is not None:
                 yield math.prod(shape) // shape[axis]
@@ -130,5 +113,5 @@ def _votes_by_chain(weights: Sequence[Leaf]) -> Iterator[int]:
 
 
 def _is_chain(shapes: Sequence[Shape], output: int) -> bool:
-    pairs = zip(shapes, shapes[1:], strict=False)
+    pairs = itertools.pairwise(shapes)
     return all(first[output] == second[1 - output] for first, second in pairs)
