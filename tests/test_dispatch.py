@@ -94,7 +94,7 @@ KERNEL = {"mlp": {"kernel": MuonDimensionNumbers(), "bias": None}, "embed": None
     [
         ([Rule("bias", "frozen"), Rule("kernel", "muon")], "mlp/bias (6,)"),
         ([Rule("embedding", "muon"), *default_rules()], "embed/embedding (8, 4)"),
-        ([*default_rules(), Rule("kernel", "frozen")], "mlp/kernel (4, 6)"),
+        ([Rule("kernel", "frozen"), *default_rules()], "mlp/kernel (4, 6)"),
         ({"mlp": "frozen", "embed": "adam"}, "mlp/bias (6,), mlp/kernel (4, 6)"),
         (lambda params: {"mlp": "muon", "embed": "adam"}, "mlp/bias (6,)"),
     ],

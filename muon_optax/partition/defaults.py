@@ -68,6 +68,12 @@ MATRIX_RULES = (
         "matrices that are called heads get Muon, since their outputs are as wide as hidden layers",
     ),
     _muon(
+        "data_output",
+        "weight matrix, though its outputs are as many as the data's features",
+        "matrices that give as many outputs as the model takes inputs get Muon; a last layer that "
+        "reconstructs the data is AdamW's",
+    ),
+    _muon(
         "unnamed",
         "weight matrix without a name",
         "leaves without names, as in lists or in containers registered without names "

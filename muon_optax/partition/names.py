@@ -15,6 +15,7 @@ from muon_optax.tree_paths import Segments
 __all__ = [
     "ATTENTION",
     "CELL",
+    "CONDITION",
     "DEPTHWISE",
     "EMBEDDING",
     "HEAD",
@@ -27,6 +28,7 @@ __all__ = [
     "PIXELS",
     "PROJECTION",
     "QUANTISATION",
+    "RECONSTRUCTION",
     "TABLE",
     "VECTOR",
     "LeafName",
@@ -35,6 +37,7 @@ __all__ = [
     "leaf_name",
     "names_of",
     "tokens",
+    "word_set",
 ]
 
 Tokens = tuple[str, ...]
@@ -101,8 +104,18 @@ class Meaning:
         )
 
 
+def word_set(words: str) -> frozenset[str]:
+    """Words between spaces.
+
+    Example:
+      >>> sorted(word_set("up down"))
+      ['down', 'up']
+    """
+    return frozenset(words.split())
+
+
 def _means(words: str, stems: tuple[str, ...] = (), parts: tuple[str, ...] = ()) -> Meaning:
-    return Meaning(frozenset(words.split()), stems, parts)
+    return Meaning(word_set(words), stems, parts)
 
 
 # Tables that are looked up. Of a layer's name, unless a word of PROJECTION is there too.
@@ -125,6 +138,8 @@ PROJECTION = _means(
 PIXELS = _means("patch patches pixel pixels")
 INPUT = _means("x context pooled timestep image visual audio input")
 NORM = _means("ln lnf bn gn rms layernorm batchnorm", stems=("normaliz",), parts=("norm",))
+# A linear layer that makes a norm's scale is no norm: `norm_modulation`, `to_gamma`.
+CONDITION = _means("to ada adaln modulation time cond emb")
 VECTOR = _means(
     "bias biases scale scales gain gamma beta offset shift mean std var log logscale logstd sink "
     "sinks temperature translate alpha"
@@ -142,6 +157,7 @@ HEAD_MODULE = _means(
     "output outputs final last cls qa lm policy critic actor box bbox", stems=("predict",)
 )
 OUTPUT = _means("out outc decoder value class vocab output outputs generator summary")
+RECONSTRUCTION = _means("decoder dec out output", stems=("recon", "decod", "generat"))
 HIDDEN = _means(
     "time adaln ada patch in up down query key hidden pooler pre to merger",
     stems=("timestep",),
@@ -188,7 +204,16 @@ class LeafName:
     @property
     def all_tokens(self) -> Tokens:
         """Tokens of the layer and of all modules above."""
-        return (*self.layer, *(token for above in self.above for token in above))
+        return (*self.layer, *self.all_above)
+
+    @property
+    def all_above(self) -> Tokens:
+        """Tokens of all modules above the layer."""
+        return tuple(token for above in self.above for token in above)
+
+    def near(self, count: int) -> Tokens:
+        """Tokens of the layer and of so many modules above it."""
+        return (*self.layer, *(token for above in self.above[-count:] for token in above))
 
 
 @functools.lru_cache(maxsize=2**16)

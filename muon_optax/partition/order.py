@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+from muon_optax.partition.names import word_set
 from muon_optax.partition.tree import Leaf, Shape
 from muon_optax.tree_paths import Segments
 
@@ -13,27 +14,8 @@ __all__ = ["Order"]
 _LARGEST_WINDOW = 64  # of a convolution; what is longer is an axis of a stack
 _TALL = 8  # so many times longer than wide, a matrix is a table or a head, whose rows are no width
 # Layers that go from the model's width, and back to it.
-_FROM_WIDTH = frozenset(
-    [
-        "q",
-        "k",
-        "v",
-        "kv",
-        "qkv",
-        "query",
-        "key",
-        "value",
-        "up",
-        "gate",
-        "fc1",
-        "wi",
-        "w1",
-        "intermediate",
-        "input",
-        "head",
-    ]
-)
-_TO_WIDTH = frozenset(["o", "out", "output", "down", "fc2", "wo", "w2"])
+_FROM_WIDTH = word_set("q k v kv qkv query key value up gate fc1 wi w1 intermediate input head")
+_TO_WIDTH = word_set("o out output down fc2 wo w2")
 
 
 class Order:

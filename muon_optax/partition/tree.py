@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from muon_optax.partition.names import LeafName, is_index, leaf_name, tokens
+from muon_optax.partition.names import LeafName, is_index, leaf_name, tokens, word_set
 from muon_optax.tree_paths import Segments
 
 __all__ = ["Described", "Leaf", "Role", "Shape", "read_tree"]
@@ -32,6 +32,7 @@ Role = Literal[
     "stacked_vector",
     "undeclared",
     "inner_head",
+    "data_output",
     "unnamed",
     "matrix",
     "transposed_matrix",
@@ -41,11 +42,9 @@ Role = Literal[
 _NUMBERED = re.compile(r"(.*?)_?(\d+)")
 _NUMBER = re.compile(r"\d+")
 # Modules that are made many times, also where a tree shows one of them: `DiTBlock_0`.
-_REPEATED = frozenset(
-    ["block", "blocks", "layer", "layers", "stage", "stages", "group", "groups", "h", "stacked"]
-)
-_STACKS = frozenset(["blocks", "layers", "stages", "stacked"])
-_LAST = frozenset(["final", "last", "head", "heads", "output", "out"])
+_REPEATED = word_set("block blocks layer layers stage stages group groups h stacked")
+_STACKS = word_set("blocks layers stages stacked")
+_LAST = word_set("final last head heads output out")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,95 @@
+"""The sizes of a tree: what its layers take, what they give, and how wide its norms are."""
+
+import collections
+import math
+from collections.abc import Iterable, Sequence
+
+from muon_optax.partition import names
+from muon_optax.partition.order import Order
+from muon_optax.partition.tree import Leaf, Role
+
+__all__ = ["IMAGE_CHANNELS", "VOCABULARY", "Widths", "is_multiple"]
+
+VOCABULARY = 8  # a table or head of so many times its width is that of a vocabulary
+IMAGE_CHANNELS = 4  # what a first convolution takes is not what another layer gives
+_BLOCKS = (2, 3, 4, 6)  # of fused outputs: shift and scale, queries, keys and values, gates
+
+
+class Widths:
+    """Sizes by what they are.
+
+    Attributes:
+      order: which axis of a weight is its output.
+      rows: of the tables.
+      norms: of the norms, as wide as what goes through the layers.
+      given: what layers, tables and norms give to other layers.
+      given_maps: what convolutions and norms give to other convolutions.
+      outputs: how many layers give so much.
+    """
+
+    def __init__(
+        self, tree: Sequence[Leaf], named: Sequence[Role | None], rest: Sequence[Leaf]
+    ) -> None:
+        """Reads the tree.
+
+        Args:
+          tree: all of it.
+          named: the role of each leaf, as far as names tell.
+          rest: the leaves of which they don't.
+        """
+        roles = list(zip(tree, named, strict=True))
+        tables = [x for x, r in roles if r in ("embedding", "table") and len(x.shape) == 2]
+        vectors = [x for x, r in roles if r == "vector" and x.shape and not x.name.is_bias]
+        self.rows = {leaf.shape[0] for leaf in tables}
+        self.norms = {leaf.shape[0] for leaf in vectors}
+        self._columns = {leaf.shape[1] for leaf in tables}
+        self.order = Order(rest, self.norms | self._columns)
+        maps = [leaf for leaf in rest if len(leaf.shape) > 3]
+        others = [leaf for leaf in rest if len(leaf.shape) < 4]
+        self._inputs = {size for leaf in others for size in self.order.inputs(leaf)}
+        self._map_inputs = {size for leaf in maps for size in self.order.inputs(leaf)}
+        self._channels = {size for leaf in maps for size in self.order.channels(leaf)}
+        self.outputs = collections.Counter(self._outputs(rest))
+        self.given_maps = {*self._outputs(maps), *self.norms}
+        self.given = {*self.outputs, *self._columns, *self.norms, *self._hidden_sizes(rest)}
+
+    def _outputs(self, leaves: Iterable[Leaf]) -> Iterable[int]:
+        axes = ((leaf, self.order.output_axis(leaf)) for leaf in leaves)
+        return [leaf.shape[axis] for leaf, axis in axes if axis is not None]
+
+    def _hidden_sizes(self, leaves: Iterable[Leaf]) -> Iterable[int]:
+        """All sizes of recurrent cells, and of matrices of which nothing tells the output."""
+        for leaf in leaves:
+            is_told = len(leaf.shape) > 2 or self.order.output_axis(leaf) is not None
+            is_squat = not is_told and max(leaf.shape) < VOCABULARY * min(leaf.shape)
+            if is_squat or names.CELL.is_in(leaf.name.all_tokens):
+                yield from leaf.shape
+
+    def is_taken(self, size: int) -> bool:
+        """Whether a layer takes so many inputs."""
+        return size in self._inputs or size in self._map_inputs
+
+    def is_free(self, size: int) -> bool:
+        """Whether no layer takes so many inputs, and no norm is so wide."""
+        is_map = size in self._map_inputs and size > IMAGE_CHANNELS
+        return size not in self.norms and size not in self._inputs and not is_map
+
+    def is_data(self, size: int) -> bool:
+        """Whether layers take so many inputs and only one gives them, as the data's features."""
+        is_given = size in self.norms or size in self._columns or self.outputs[size] > 1
+        return size in self._inputs and not is_given
+
+    def is_fused(self, size: int, width: int) -> bool:
+        """Whether so many outputs may be blocks that others take: gates, or a shift and a scale."""
+        blocks = [size // k for k in _BLOCKS if size % k == 0]
+        return any(block == width or block in self.norms for block in blocks)
+
+    def is_feature_map(self, size: int) -> bool:
+        """Whether so many outputs may be the square feature map that a convolution takes."""
+        maps = [size // c for c in self._channels if 1 < c < size and size % c == 0]
+        return any(math.isqrt(n) ** 2 == n for n in maps)
+
+
+def is_multiple(size: int, width: int) -> bool:
+    """Whether it is a few blocks of the width, as the shift and scale before a last layer are."""
+    return any(size == k * width for k in _BLOCKS)
