@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-newest parity bench-aot lint clean
+.PHONY: demo test check test-newest parity bench-aot lint clean
 
 demo: $(INSTALLED)  ## train a small GPT with Muon and with AdamW; writes demo/curves.png
 	$(BIN)/python examples/train_gpt.py --output demo
@@ -12,9 +12,15 @@ demo: $(INSTALLED)  ## train a small GPT with Muon and with AdamW; writes demo/c
 test: $(INSTALLED)  ## the whole test suite, doctests included
 	$(BIN)/python -m pytest -n 2
 
+# For before each commit: what is quick, and touches every module.
+CHECK := alias barriers checks cost dispatch layouts loads matrix_view momentum partition partition_warnings placement plans polar_normalize recipes reports rounds scaling specs stage tables tree_paths weight_decay wrappers
+
+check: lint  ## linters, types, and a part of the tests that touches every module
+	$(BIN)/python -m pytest -n 2 -x muon_optax $(wildcard $(CHECK:%=tests/test_%.py))
+
 # The other end of the versions: what Python 3.12 installs. What depends on JAX and Flax is run.
 PYTHON312 ?= python3.12
-NEWEST := execute ordering pipeline sharding_transforms sharding_state specs optax_parity flax_views conventions_jax conventions_optax conventions_models
+NEWEST := execute barriers pipeline sharding_transforms sharding_state specs optax_parity flax_views conventions_jax conventions_optax conventions_models
 
 test-newest: .venv-newest/.installed  ## a part of the suite with Python 3.12 and the newest JAX
 	.venv-newest/bin/python -m pytest -n 2 $(NEWEST:%=tests/test_%.py)

@@ -140,6 +140,7 @@ MOVES: dict[str, tuple[dict[str, Label], dict[str, Label], dict[str, str]]] = {
     ),
     "frozen": ({}, {"up": "frozen"}, {"up": "muon frozen"}),
 }
+STAGES = {"muon": "momentum", "adam": "moments"}
 MOMENTS = {"muon": ["mu"], "adam": ["mu", "nu"], "frozen": []}
 
 
@@ -154,7 +155,7 @@ def lines_of(moved: dict[str, str]) -> list[str]:
             has: f"none in the state, {kind} wanted",
         }
         lines += [
-            f"  inner_states/{label}/inner_state/0/{moment}/{name}: {words}"
+            f"  inner_states/{label}/inner_state/{STAGES[label]}/{moment}/{name}: {words}"
             for label, words in places.items()
             for moment in MOMENTS[label]
         ]
@@ -199,9 +200,9 @@ def test_other_shapes_and_dtypes_are_an_error_that_lists_the_leaves(tmp_path):
     assert str(error.value).splitlines()[1:] == [
         f"  1/inner_states/{path} wanted"
         for path in (
-            "adam/inner_state/0/mu/bias: float32(32,) in the state, bfloat16(32,)",
-            "adam/inner_state/0/nu/bias: float32(32,) in the state, bfloat16(32,)",
-            "muon/inner_state/0/mu/up: float32(16, 32) in the state, float32(16, 48)",
+            "adam/inner_state/moments/mu/bias: float32(32,) in the state, bfloat16(32,)",
+            "adam/inner_state/moments/nu/bias: float32(32,) in the state, bfloat16(32,)",
+            "muon/inner_state/momentum/mu/up: float32(16, 32) in the state, float32(16, 48)",
         )
     ]
 
@@ -210,9 +211,13 @@ def test_what_is_no_array_is_an_error_that_shows_it():
     params = {"up": jnp.ones((4, 8))}
     state: Any = muon(0.1).init(params)
     half = state.inner_states["muon"]
-    first, *others = half.inner_state
     for count in ("int32", len):  # the first is also the name of the dtype that is wanted
-        broken = half._replace(inner_state=(first._replace(count=count), *others))
+        broken = half._replace(
+            inner_state={
+                **half.inner_state,
+                "momentum": half.inner_state["momentum"]._replace(count=count),
+            }
+        )
         found = state._replace(inner_states={**state.inner_states, "muon": broken})
         with pytest.raises(ValueError, match="can't go on with this optimizer") as error:
             check_state(muon(0.1), params, found)

@@ -47,7 +47,8 @@ def state_shardings(
       params: the parameters, as arrays or shape structs.
       param_shardings: how they are sharded, a tree (or a prefix of one) of NamedSharding,
         PartitionSpec or arrays, or a function of them that returns one; None is what `muon` was
-        told, else what `params`, and Flax's metadata, say. Leaves that a prefix's spec can't cut in equal blocks are replicated.
+        told, else what `params`, and Flax's metadata, say. Leaves that a prefix's spec can't cut
+        in equal blocks are replicated.
       mu_shardings: how Muon's momentum is sharded, if not like the parameters; None is what `muon`
         was told.
 

@@ -158,7 +158,9 @@ class _JaxSide:
 
     def momentum(self) -> dict[str, np.ndarray]:
         """Muon's momentum and AdamW's first moment."""
-        halves = [self.state.inner_states[name].inner_state[0].mu for name in ("muon", "adam")]
+        stages = {"muon": "momentum", "adam": "moments"}
+        states = self.state.inner_states
+        halves = [states[name].inner_state[stage].mu for name, stage in stages.items()]
         return {name: x for half in halves for name, x in self._named(half).items()}
 
     def _named(self, tree: Any) -> dict[str, np.ndarray]:
