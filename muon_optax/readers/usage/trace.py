@@ -92,7 +92,7 @@ class Trace:
         for weight, kind, reduction, output in weights:
             is_matrix = kind != "matmul" or (reduction and output)
             use = Use(kind, frozenset(reduction), frozenset(output), weight.cut)
-            self._note(weight, use if is_matrix else Use("other"))
+            self._note(weight, use if is_matrix else Use("elementwise"))
         self.leaves[identity] = frozenset(weight.leaf for weight, *_ in weights)
         self.fed.update(*(value.layers for value in operands))
         is_data = any(value.is_data for value in operands)
@@ -128,11 +128,11 @@ def _by_shapes(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
         for weight in value.weights
     ]
     if is_data and hidden:  # a kernel that can't be seen into, as Pallas'
-        value = trace.layer(eqn, [(w, "other", (), ()) for w in hidden], ins)
+        value = trace.layer(eqn, [(w, "opaque", (), ()) for w in hidden], ins)
         return [value] * len(eqn.outvars)
     for value, shape in operands:
         if is_data or shape not in shapes:
-            trace.note(value.weights, "lookup" if value.is_data else "other")
+            trace.note(value.weights, "lookup" if value.is_data else "elementwise")
     layers = frozenset[LayerId]().union(*(value.layers for value in ins))
     results = []
     for shape in shapes:
