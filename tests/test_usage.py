@@ -224,15 +224,17 @@ def test_what_is_no_matrix(name):
     assert use_of(call, shape, jax.ShapeDtypeStruct((5,), jnp.int32)).kind == kind
 
 
-def test_a_kernel_that_cannot_be_seen_into():
+@pytest.mark.parametrize("width", [D, 8])
+def test_a_kernel_that_cannot_be_seen_into(width):
+    """Its operands may have its result's shape, as an elementwise operation's have."""
+
     def multiply(x: Any, w: Any, out: Any) -> None:
         out[...] = x[...] @ w[...]
 
     def call(w: Any, x: Any) -> Any:
-        shape = jax.ShapeDtypeStruct((5, 8), jnp.float32)
-        return pallas_call(multiply, out_shape=shape, interpret=True)(x, w)
+        return pallas_call(multiply, out_shape=floats(D, width), interpret=True)(x, w)
 
-    usage = read_usage(call, floats(D, 8), floats(5, D))
+    usage = read_usage(call, floats(D, width), floats(D, D))
     assert {role.kind for role in usage.roles.values()} == {"unclear"}
     assert usage.heads == {()}
 
