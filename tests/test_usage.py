@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from jax.experimental.pallas import pallas_call
 from running import QUICK
 
 from muon_optax import MatrixView, MuonDimensionNumbers
@@ -221,6 +222,21 @@ OTHERS = {
 def test_what_is_no_matrix(name):
     call, shape, kind = OTHERS[name]
     assert use_of(call, shape, jax.ShapeDtypeStruct((5,), jnp.int32)).kind == kind
+
+
+@pytest.mark.parametrize("width", [D, 8])
+def test_a_kernel_that_cannot_be_seen_into(width):
+    """Its operands may have its result's shape, as an elementwise operation's have."""
+
+    def multiply(x: Any, w: Any, out: Any) -> None:
+        out[...] = x[...] @ w[...]
+
+    def call(w: Any, x: Any) -> Any:
+        return pallas_call(multiply, out_shape=floats(D, width), interpret=True)(x, w)
+
+    usage = read_usage(call, floats(D, width), floats(D, D))
+    assert {role.kind for role in usage.roles.values()} == {"unclear"}
+    assert usage.heads == {()}
 
 
 def test_two_parameters_in_one_matmul():

@@ -34,7 +34,7 @@ def _reshape(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
     if order is not None:  # transposed first
         value, old = value.moved(lambda w: w.permuted(order)), tuple(old[i] for i in order)
     new = shape_of(eqn.outvars[0])
-    trace.note([w for w in value.weights if w.reshaped(old, new) is None], "other")
+    trace.note([w for w in value.weights if w.reshaped(old, new) is None], "opaque")
     return [value.moved(lambda w: w.reshaped(old, new))]
 
 
@@ -124,7 +124,7 @@ def _together(trace: Trace, ins: list[Value], weights: list[tuple[Weight, ...]])
     layers = frozenset().union(*(value.layers for value in ins))
     if is_data:
         for value in ins:
-            trace.note(value.weights, "other")
+            trace.note(value.weights, "elementwise")
         return Value(is_data=True, layers=layers)
     return Value(tuple(dict.fromkeys(w for found in weights for w in found)), layers=layers)
 
@@ -175,7 +175,7 @@ def _choose(trace: Trace, lhs: Value, rhs: Value) -> tuple[Value, Value]:
     for is_activation in (_is_looked_up, _is_broadcast):
         if is_activation(lhs) != is_activation(rhs):
             loser = lhs if is_activation(lhs) else rhs
-            trace.note(loser.weights, "lookup" if loser.is_data else "other")
+            trace.note(loser.weights, "lookup" if loser.is_data else "elementwise")
             return (lhs.without_weights(), rhs) if loser is lhs else (lhs, rhs.without_weights())
     return lhs, rhs
 
@@ -190,7 +190,7 @@ def _is_broadcast(value: Value) -> bool:
 
 def _convolution(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
     image, kernel = ins
-    trace.note(image.weights, "other")
+    trace.note(image.weights, "elementwise")
     if not kernel.weights:
         return [_activation(ins)]
     numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
@@ -229,7 +229,7 @@ def _ragged_dot(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (_, sums), (_, batch) = numbers.dot_dimension_numbers
     alone = {*sums, *batch, *numbers.rhs_group_dimensions}
-    trace.note(lhs.weights, "other")
+    trace.note(lhs.weights, "elementwise")
     if not rhs.weights:
         return [_activation(ins)]
     kind: Kind = "matmul"

@@ -24,7 +24,8 @@ class Role:
 
     Attributes:
       kind: 'matrix', 'depthwise', 'lookup', 'one-hot' (a lookup by a matmul), 'elementwise',
-        'unused', or 'unclear': multiplied with another parameter, or in several ways.
+        'unused', or 'unclear': multiplied with another parameter, in several ways, or in a kernel
+        that can't be seen into.
       view: a matrix's.
     """
 
@@ -103,7 +104,8 @@ def _role(uses: list[Use], shape: Shape) -> Role:
     view = _view(matmuls, shape) if matmuls else None
     if view is not None:
         return Role("matrix", view)
-    return Role("unclear" if matmuls or "combined" in kinds else "elementwise")
+    is_clear = kinds.isdisjoint({"matmul", "combined", "opaque"})
+    return Role("elementwise" if is_clear else "unclear")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -92,7 +92,7 @@ class Trace:
         for weight, kind, reduction, output in weights:
             is_matrix = kind != "matmul" or (reduction and output)
             use = Use(kind, frozenset(reduction), frozenset(output), weight.cut)
-            self._note(weight, use if is_matrix else Use("other"))
+            self._note(weight, use if is_matrix else Use("elementwise"))
         self.leaves[identity] = frozenset(weight.leaf for weight, *_ in weights)
         self.fed.update(*(value.layers for value in operands))
         is_data = any(value.is_data for value in operands)
@@ -111,9 +111,21 @@ def _by_structure(eqn: Any) -> Handler:
     counts = [
         len(getattr(side, name, ())) for side in (eqn, inner) for name in ("invars", "outvars")
     ]
-    if inner is None or counts[:2] != counts[2:]:  # Pallas' have their results as arguments
-        return _by_shapes
+    if inner is None:
+        return _opaque if eqn.primitive.name in _FOREIGN else _by_shapes
+    if counts[:2] != counts[2:]:  # Pallas' have their results as arguments
+        return _opaque
     return lambda trace, eqn, ins: trace.call(eqn, jaxpr, ins)
+
+
+_FOREIGN = ("ffi_call", "io_callback", "pure_callback")
+
+
+def _opaque(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
+    """A kernel that can't be seen into."""
+    weights = [weight for value in ins for weight in value.weights]
+    value = trace.layer(eqn, [(weight, "opaque", (), ()) for weight in weights], ins)
+    return [value] * len(eqn.outvars)
 
 
 def _by_shapes(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
@@ -121,18 +133,12 @@ def _by_shapes(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
     operands = [(value, shape_of(atom)) for value, atom in zip(ins, eqn.invars, strict=True)]
     shapes = [shape_of(result) for result in eqn.outvars]
     is_data = any(value.is_data for value in ins)
-    hidden = [
-        weight
-        for value, shape in operands
-        if not any(_broadcasts(shape, result) for result in shapes)
-        for weight in value.weights
-    ]
-    if is_data and hidden:  # a kernel that can't be seen into, as Pallas'
-        value = trace.layer(eqn, [(w, "other", (), ()) for w in hidden], ins)
-        return [value] * len(eqn.outvars)
+    weights = [(value.weights, shape) for value, shape in operands if value.weights]
+    if is_data and any(not _broadcasts(shape, r) for _, shape in weights for r in shapes):
+        return _opaque(trace, eqn, ins)
     for value, shape in operands:
         if is_data or shape not in shapes:
-            trace.note(value.weights, "lookup" if value.is_data else "other")
+            trace.note(value.weights, "lookup" if value.is_data else "elementwise")
     layers = frozenset[LayerId]().union(*(value.layers for value in ins))
     results = []
     for shape in shapes:

@@ -9,7 +9,7 @@ from muon_optax.readers.usage.axes import Factor, Weight
 __all__ = ["Kind", "LayerId", "Use", "Value", "joined"]
 
 LayerId = tuple[int, ...]
-Kind = Literal["matmul", "depthwise", "lookup", "one-hot", "combined", "other"]
+Kind = Literal["matmul", "depthwise", "lookup", "one-hot", "combined", "opaque", "elementwise"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Use(NamedTuple):
 
     Attributes:
       kind: 'matmul' (a convolution too), 'depthwise', 'lookup', 'one-hot' (a lookup by a matmul),
-        'combined' with another parameter in a matmul without an activation, or 'other':
-        elementwise, or in a kernel that can't be seen into.
+        'combined' with another parameter in a matmul without an activation, 'opaque' (in a kernel
+        that can't be seen into, or reshaped beyond recognition), or 'elementwise'.
       reduction: factors that a matmul sums over.
       output: factors of its output.
       cut: as in `Weight`.
