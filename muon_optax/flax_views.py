@@ -101,6 +101,7 @@ def flax_matrix_views(params: Any, *, scanned: Sequence[str] | str = ()) -> Any:
         "views by hand, or name the parts that scan or vmap stacked in `scanned`",
         [leaf for leaf in leaves if axes.get(leaf.segments, ()) is None],
     )
+    _warn_of_doubts(pairs)
     warn_about(
         "norms with scales of more than one dim look stacked by scan or vmap; name these parts in "
         "`scanned`, or their layers' views are wrong",
@@ -134,6 +135,14 @@ def _leaves(params: Any, stacks: Sequence[Rule]) -> list[_Leaf]:
         for path, shape in shapes.items()
         for names in [words(path)]
     ]
+
+
+def _warn_of_doubts(pairs: Sequence[tuple[_Leaf, Rule | None]]) -> None:
+    """Of leaves that get AdamW by shapes that may mean something else."""
+    doubtful = [(leaf, rule.warning) for leaf, rule in pairs if rule and _is_adams(rule)]
+    for text in dict.fromkeys(text for _, text in doubtful if text is not None):
+        leaves = [leaf for leaf, said in doubtful if said == text]
+        warn_about(f"{text}; declare the views of such a one by hand", leaves)
 
 
 def _is_adams(rule: Rule | None) -> bool:

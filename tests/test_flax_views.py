@@ -468,7 +468,8 @@ def test_one_input_channel_looks_depthwise_and_may_be_declared():
     params = jax.tree.map(
         lambda s: jax.random.normal(KEY, s.shape), shapes(stem__kernel=(3, 3, 1, 8))
     )
-    views = flax_matrix_views(params)
+    with pytest.warns(MuonWarning, match=r"one input channel.*by hand: stem/kernel \(3, 3, 1, 8\)"):
+        views = flax_matrix_views(params)
     assert views["stem"]["kernel"] is None
     views["stem"]["kernel"] = MuonDimensionNumbers((0, 1, 2), 3)
     tx: Any = muon(1.0, "tight", scale="none", muon_weight_dimension_numbers=views)
