@@ -349,8 +349,8 @@ def test_nnx_scan_and_vmap():
         (shapes(stem__kernel=(1, 1, 4, 16)), "stem/kernel", CONV2),
         (shapes(stem__kernel=(2, 3, 3, 4, 8)), "stem/kernel", ((0, 1, 2, 3), (4,))),
         (shapes(query__kernel=(3, 3, 4, 8), query__bias=(8,)), "query/kernel", CONV2),
-        (shapes(stem__kernel=(3, 3, 1, 8)), "stem/kernel", None),
-        (shapes(stem__kernel=(4, 1, 8192)), "stem/kernel", None),
+        (shapes(dw__kernel=(3, 3, 1, 8)), "dw/kernel", None),
+        (shapes(dw__kernel=(4, 1, 8192)), "dw/kernel", None),
         # the bias has the output axes
         (shapes(a__kernel=(4, 2, 8), a__bias=(2, 8)), "a/kernel", INTO_HEADS),
         (shapes(a__kernel=(2, 8, 4), a__bias=(4,)), "a/kernel", OUT_OF_HEADS),

@@ -203,6 +203,11 @@ class LeafName:
         return self.own in _WEIGHT
 
     @property
+    def is_kernel(self) -> bool:
+        """Whether Flax, Haiku and Keras give that name to what multiplies: no table, no vector."""
+        return self.own in ("kernel", "w")
+
+    @property
     def is_bias(self) -> bool:
         """Whether it is called a bias."""
         return "bias" in self.own or self.own == "b"
