@@ -21,6 +21,7 @@ class Plan:
       device: name of the device model.
 
     Example:
+      >>> import jax
       >>> from muon_optax import muon
       >>> found = plan(muon(0.02, device="h100"), {"w": jax.ShapeDtypeStruct((64, 256), "float32")})
       >>> [(row.leaves, row.strategy, row.reason) for row in found.rows]
@@ -103,6 +104,7 @@ def plan(tx: optax.GradientTransformation, params: Any) -> Plan:
       ValueError, TypeError: as `tx.init(params)` and an update do, and where `tx` holds no `muon`.
 
     Example:
+      >>> import jax
       >>> from muon_optax import muon
       >>> mesh = jax.sharding.AbstractMesh((8,), ("fsdp",))
       >>> rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))

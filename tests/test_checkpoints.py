@@ -185,7 +185,7 @@ def test_what_orbax_restores_into_other_labels_is_refused(tmp_path):
     new = labelled(up="adam")
     state = restore(tmp_path, {"state": new.init(params)})["state"]
     assert state.inner_states["adam"].inner_state["moments"].mu["up"] is None
-    with pytest.raises(ValueError, match=r"0/mu/up: none in the state, float32\(16, 32\) wanted"):
+    with pytest.raises(ValueError, match=r"moments/mu/up: none in the state, float32\(16, 32\) "):
         check_state(new, params, state)
     with pytest.raises(ValueError, match="up: absent in the state, adam now"):
         new.update(params, state, params)
@@ -237,7 +237,7 @@ def test_the_state_of_an_nnx_optimizer(tmp_path):
     save(tmp_path, state=state)
     for found in (state, saved_state(tmp_path), restore(tmp_path, {"state": state})["state"]):
         check_state(old, params, found)
-    with pytest.raises(ValueError, match="0/nu/up/kernel: none in the state"):
+    with pytest.raises(ValueError, match="moments/nu/up/kernel: none in the state"):
         check_state(new, params, saved_state(tmp_path))
     # A variable that the checkpoint lacks is one that Orbax itself asks for.
     with pytest.raises(ValueError, match=r"0\.nu\.up\.kernel:\n.*\n(?s:.*)Target: MISSING"):

@@ -87,7 +87,7 @@ def test_each_leaf_and_its_state_keep_their_dtype_beside_complex_ones():
     updates, state, _ = run(tx, params, [params] * 3)
     assert all(dtypes(u) == dtypes(params) for u in updates)
     halves = state.inner_states
-    moments = [halves["muon"].inner_state[0].mu, halves["adam"].inner_state[0].mu]
+    moments = [halves["muon"].inner_state["momentum"].mu, halves["adam"].inner_state["moments"].mu]
     assert moments[0]["complex"].dtype == jnp.complex64
     assert moments[0]["real"].dtype == moments[1]["b"].dtype == jnp.float32
     alone, _, _ = run(tx, {"real": params["real"]}, [{"real": params["real"]}] * 3)

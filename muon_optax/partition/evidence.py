@@ -30,7 +30,7 @@ class Evidence:
         """The role of one of the rest."""
         if len(leaf.shape) > 2:
             return self._of_many_dims(leaf)
-        if self._stacks.has_vector(leaf):
+        if not leaf.name.is_kernel and self._stacks.has_vector(leaf):
             return "stacked_vector"
         return self._head(leaf) or self._matrix(leaf)
 
@@ -42,9 +42,8 @@ class Evidence:
         if axis is None or not is_map or leaf.is_repeated or _is_attention(leaf):
             return "undeclared"
         size, others = leaf.shape[axis], leaf.shape[:axis] + leaf.shape[axis + 1 :]
-        if size <= IMAGE_CHANNELS and _is_called_output(leaf):
-            return "output"  # a decoder's image: the first layer takes as many channels
-        is_last = size not in others and not self._widths.is_taken(size)
+        is_image = size <= IMAGE_CHANNELS and _is_called_output(leaf)
+        is_last = is_image or (size not in others and not self._widths.is_taken(size))
         is_fed = self._order.channels(leaf)[-1] in self._widths.given_maps
         is_output = is_last and is_fed and size not in self._widths.norms
         return "output" if is_output else "undeclared"

@@ -46,11 +46,11 @@ _SEPARATOR = re.compile(r"[./]")
 _TOKEN = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _INDEX = re.compile(r"\d+|<\d+>")
 _WEIGHT = frozenset({"weight", "weights", "kernel", "w", "matrix"})
-# Names that frameworks put between a layer and its array: Variables, PEFT, Haiku, parametrizations.
+# Names that frameworks put between a layer and its array: PEFT, Haiku, PyTorch's parametrizations.
 _WRAPPERS = frozenset(
-    {"value", "raw_value", "array", "default", "base_layer", "~", "parametrizations"}
-    | {"original0", "original1"}
+    {"default", "base_layer", "~", "parametrizations", "original0", "original1", "raw_value"}
 )
+_BOXED = _WEIGHT | {"embedding", "bias", "scale"}  # of which Flax's Variables are a 'value'
 
 
 @functools.lru_cache(maxsize=2**16)
@@ -96,12 +96,18 @@ class Meaning:
 
     def is_in(self, found: Iterable[str]) -> bool:
         """Whether any of the tokens means it."""
-        return any(
-            token in self.words
-            or token.startswith(self.stems)
-            or any(part in token for part in self.parts)
-            for token in found
-        )
+        return any(map(self._means, found))
+
+    @functools.cached_property
+    def _known(self) -> dict[str, bool]:
+        """Answers so far: trees have few words, and ask for each of them often."""
+        return {}
+
+    def _means(self, token: str) -> bool:
+        if token not in self._known:
+            has_part = any(part in token for part in self.parts)
+            self._known[token] = token in self.words or token.startswith(self.stems) or has_part
+        return self._known[token]
 
 
 def word_set(words: str) -> frozenset[str]:
@@ -197,6 +203,11 @@ class LeafName:
         return self.own in _WEIGHT
 
     @property
+    def is_kernel(self) -> bool:
+        """Whether Flax, Haiku and Keras give that name to what multiplies: no table, no vector."""
+        return self.own in ("kernel", "w")
+
+    @property
     def is_bias(self) -> bool:
         """Whether it is called a bias."""
         return "bias" in self.own or self.own == "b"
@@ -226,7 +237,8 @@ def leaf_name(segments: Segments) -> LeafName:
       (('lora', 'a'), (('h',),), True)
     """
     names = names_of(segments)
-    rest, _ = _without_tail(names)
+    is_boxed = names[-1:] == ("value",) and names[-2:-1] and names[-2].lower() in _BOXED
+    rest, _ = _without_tail(names[:-1] if is_boxed else names)
     own = rest[-1] if rest else ""
     found = tokens(own)
     if own.lower() not in _WEIGHT:

@@ -66,7 +66,6 @@ def _by_name(leaf: Leaf, bases: set[Segments], widths: set[int]) -> Role | None:
     return "thin" if table is None and not name.is_plain and _is_thin(leaf) else table
 
 
-_KERNELS = ("kernel", "w")  # of what multiplies, in Flax, Haiku and Keras: tables have other names
 _COMPANIONS = {("scale", "inv"), ("zero", "point"), ("zero", "points"), ("quant", "map")}
 
 
@@ -111,7 +110,7 @@ def _is_norm(leaf: Leaf) -> bool:
     name = leaf.name
     if leaf.bias == leaf.shape:
         return True
-    is_weight = name.is_weight and name.own not in _KERNELS and len(leaf.shape) == 2
+    is_weight = name.is_weight and not name.is_kernel and len(leaf.shape) == 2
     if not is_weight or leaf.output_axis_by_bias is not None:
         return False
     is_called_so = names.NORM.is_in(name.layer) or names.VECTOR.is_in(name.layer)
@@ -135,7 +134,7 @@ def _hidden_widths(tree: Sequence[Leaf]) -> set[int]:
 def _table(leaf: Leaf, widths: set[int]) -> Role | None:
     """An embedding or another table, if it is called so and nothing shows that it multiplies."""
     name, shape = leaf.name, leaf.shape
-    if name.own in _KERNELS:
+    if name.is_kernel:
         return None
     is_matrix = name.is_weight and (len(shape) > 2 or leaf.output_axis_by_bias is not None)
     if is_matrix or (leaf.bias is not None and len(leaf.bias) == 1):

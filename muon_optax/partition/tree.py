@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from muon_optax.partition.names import LeafName, is_index, leaf_name, tokens, word_set
+from muon_optax.partition.names import LeafName, Meaning, is_index, leaf_name, tokens, word_set
 from muon_optax.tree_paths import Segments
 
 __all__ = ["Described", "Leaf", "Role", "Shape", "read_tree"]
@@ -42,7 +42,7 @@ Role = Literal[
 _NUMBERED = re.compile(r"(.*?)_?(\d+)")
 _NUMBER = re.compile(r"\d+")
 # Modules that are made many times, also where a tree shows one of them: `DiTBlock_0`.
-_REPEATED = word_set("block blocks layer layers stage stages group groups h stacked")
+_REPEATED = Meaning(word_set("group groups h"), parts=("block", "layer", "stage", "stack"))
 _STACKS = word_set("blocks layers stages stacked")
 _LAST = word_set("final last head heads output out")
 
@@ -187,7 +187,7 @@ def _is_repeated(name: LeafName, counts: Counts) -> bool:
         numbered = _NUMBERED.fullmatch(part)
         if is_index(part) or (numbered and len(counts[name.parent[:place], numbered[1]]) > 1):
             return True
-        if numbered and _REPEATED.intersection(words):
+        if numbered and _REPEATED.is_in(words):
             return True
         goes_on = [*name.parent[place + 1 :], *name.names[len(name.parent) :]]
         if _STACKS.intersection(words) and not any(is_index(n) for n in goes_on[:1]):

@@ -46,6 +46,10 @@ class Widths:
         self.order = Order(rest, self.norms | self._columns)
         maps = [leaf for leaf in rest if len(leaf.shape) > 3]
         others = [leaf for leaf in rest if len(leaf.shape) < 4]
+        like_tables = {tuple(sorted(leaf.shape)) for leaf in tables}  # a head, of unknown order
+        others = [
+            x for x in others if x.name.is_weight or tuple(sorted(x.shape)) not in like_tables
+        ]
         self._inputs = {size for leaf in others for size in self.order.inputs(leaf)}
         self._map_inputs = {size for leaf in maps for size in self.order.inputs(leaf)}
         self._channels = {size for leaf in maps for size in self.order.channels(leaf)}

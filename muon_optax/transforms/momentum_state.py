@@ -18,6 +18,7 @@ class MuonState(NamedTuple):
       mu: the momentum, one buffer a leaf, in the parameter's layout.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> from muon_optax import scale_by_momentum
       >>> state = scale_by_momentum(mu_dtype="bfloat16").init({"w": jnp.ones((4, 8))})
       >>> int(state.count), state.mu["w"].dtype.name
@@ -41,6 +42,7 @@ def momentum(state: Any) -> Any:
       ValueError: if there is none, or one leaf has several.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> from muon_optax import muon
       >>> state = muon(0.02).init({"up": jnp.ones((4, 8)), "bias": jnp.ones(8)})
       >>> jax.tree.map(jnp.shape, momentum(state))

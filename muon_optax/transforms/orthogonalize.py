@@ -69,6 +69,7 @@ def orthogonalize(
       ValueError, TypeError: for options out of range; at `init`, for leaves that make no matrix.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> tx = orthogonalize("polar_express", 8)
       >>> updates, _ = tx.update(5 * jnp.eye(2), tx.init(jnp.zeros((2, 2))))
       >>> updates.round(3).tolist()
