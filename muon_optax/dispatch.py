@@ -69,7 +69,7 @@ def dispatch(
         tree: Any, bound: _Bound, has_frozen: bool
     ) -> optax.GradientTransformationExtraArgs:
         transforms: dict[Hashable, optax.GradientTransformation] = {
-            "muon": bound_transformation(muon_step, bound.leaves),
+            "muon": passing_over(bound_transformation(muon_step, bound.leaves)),
             "adam": adam_step,
         }
         if has_frozen:
