@@ -7,6 +7,7 @@ import pytest
 from muon_optax import MatrixView, MuonDimensionNumbers, default_rules, report
 from muon_optax.matrix_view import bind_view, is_view
 from muon_optax.models import MODELS, model_shapes
+from muon_optax.partition import first_rules
 from muon_optax.tree_paths import align, leaves_with_segments
 
 # Counts as published: of the checkpoints, by their safetensors indices, and in torchvision's docs.
@@ -34,9 +35,10 @@ def test_sizes_are_the_published_ones(name, scanned):
 def test_views_are_where_the_rules_say_muon(name, scanned):
     shapes = model_shapes(name, scanned=scanned)
     views = align(shapes.views, shapes.params, what="views", is_leaf=is_view)
-    for (path, leaf), view in zip(leaves_with_segments(shapes.params), views, strict=True):
-        is_adams = any(rule.matches(path, leaf.shape) for rule in default_rules())
-        assert (view is None) == is_adams, path
+    leaves = [(path, leaf.shape) for path, leaf in leaves_with_segments(shapes.params)]
+    rules = first_rules(default_rules(), leaves)
+    for (path, _), rule, view in zip(leaves, rules, views, strict=True):
+        assert (view is None) == (rule is not None and rule.label == "adam"), path
 
 
 @pytest.mark.parametrize("name", MODELS)
