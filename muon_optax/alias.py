@@ -80,8 +80,8 @@ def muon(
     """Muon for the weight matrices, AdamW for the rest.
 
     Takes the place of `optax.contrib.muon`: the same arguments, and the same numbers on hidden
-    matrices. Embeddings, heads, LoRA factors, depthwise kernels, biases and leaves without a matrix
-    view get AdamW.
+    matrices. Embeddings, heads, norms, LoRA factors, depthwise kernels, biases and leaves of three
+    dims or more without a matrix view get AdamW, as names and shapes of the whole tree tell.
 
     Args:
       learning_rate: a number, an array or a schedule of the update count.

@@ -37,9 +37,10 @@ def test_sizes_are_the_published_ones(name, scanned):
 def test_views_are_where_the_rules_say_muon(name, scanned):
     shapes = model_shapes(name, scanned=scanned)
     views = align(shapes.views, shapes.params, what="views", is_leaf=is_view)
-    for (path, leaf), view in zip(leaves_with_segments(shapes.params), views, strict=True):
-        is_adams = any(rule.matches(path, leaf.shape) for rule in default_rules())
-        assert (view is None) == is_adams, path
+    leaves = [(path, leaf.shape) for path, leaf in leaves_with_segments(shapes.params)]
+    rules = first_rules(default_rules(), leaves)
+    for (path, _), rule, view in zip(leaves, rules, views, strict=True):
+        assert (view is None) == (rule is not None and rule.label == "adam"), path
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -10,6 +10,8 @@ from muon_optax.tree_paths import has_unnamed
 
 __all__ = ["Evidence"]
 
+_MANY_OUTPUTS = 4096  # of a head whose outputs are taken again, as by a loss between layers
+_HEADS = ((("head",),), (("classifier",),))
 _FEW_OUTPUTS = 32  # of a small head, whose number others may have by chance
 
 
@@ -30,7 +32,7 @@ class Evidence:
         """The role of one of the rest."""
         if len(leaf.shape) > 2:
             return self._of_many_dims(leaf)
-        if not leaf.name.is_kernel and self._stacks.has_vector(leaf):
+        if not _multiplies(leaf) and self._stacks.has_vector(leaf):
             return "stacked_vector"
         return self._head(leaf) or self._matrix(leaf)
 
@@ -66,7 +68,8 @@ class Evidence:
         size, width = sorted(leaf.shape)[::-1] if axis is None else _outputs_first(leaf, axis)
         if leaf.is_repeated:  # a head for each of several tokens; a gate is called so too
             return "head" if self._is_vocabulary(size, width) else None
-        if is_head and not name.is_numbered:
+        is_list = bool({"heads", "lm"} & set(name.layer))  # of parallel heads: `lm_heads/0`
+        if is_head and (is_list or not name.is_numbered):
             return "head"
         if is_head or _is_called_output(leaf) or _is_in_head(leaf, size, width):
             is_last = not name.is_numbered or "class" in name.layer
@@ -85,7 +88,8 @@ class Evidence:
 
     def _called_output(self, size: int, width: int, *, may_be_small: bool) -> Role | None:
         is_small = size <= _FEW_OUTPUTS and size * _FEW_OUTPUTS <= width and may_be_small
-        is_large = self._is_vocabulary(size, width) and size not in self._widths.norms
+        is_large = size > width and (size in self._widths.rows or size >= _MANY_OUTPUTS)
+        is_large &= size not in self._widths.norms
         is_last = self._widths.is_free(size) and size != width
         return "head" if is_small or is_large or is_last else None
 
@@ -114,6 +118,12 @@ class Evidence:
             return "matrix"
         is_told = self._order.is_told or not leaf.name.is_weight
         return "transposed_matrix" if is_told else "matrix_of_unknown_order"
+
+
+def _multiplies(leaf: Leaf) -> bool:
+    """Whether its name says that it is no vector: a router is beside the stack of its experts."""
+    layer = leaf.name.layer
+    return leaf.name.is_kernel or names.PROJECTION.is_in(layer) or "router" in layer
 
 
 def _outputs_first(leaf: Leaf, axis: int) -> tuple[int, int]:
@@ -152,6 +162,7 @@ def _is_inner_head(leaf: Leaf) -> bool:
     """Whether names say 'head' and shapes say 'hidden', with nothing to decide between them."""
     above = leaf.name.all_above
     is_plain = bool({"fc", "logits", "out"} & set(leaf.name.layer))
+    is_plain |= leaf.name.layer == ("proj",) and leaf.name.above[-1:] in _HEADS
     is_inner = leaf.is_repeated or _is_attention(leaf) or bool({"mlp", "ffn"} & set(above))
     return names.HEAD.is_in(above) and is_plain and not is_inner
 

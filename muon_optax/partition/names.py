@@ -159,9 +159,7 @@ HEAD = _means(
     parts=("logit", "classif"),
 )
 # Words of modules that end in a head, above the layer that is one.
-HEAD_MODULE = _means(
-    "output outputs final last cls qa lm policy critic actor box bbox", stems=("predict",)
-)
+HEAD_MODULE = _means("output outputs final last cls qa lm policy critic actor", stems=("predict",))
 OUTPUT = _means("out outc decoder value class vocab output outputs generator summary")
 RECONSTRUCTION = _means("decoder dec out output", stems=("recon", "decod", "generat"))
 HIDDEN = _means(

@@ -143,9 +143,15 @@ def _table(leaf: Leaf, widths: set[int]) -> Role | None:
         if not names.TABLE.is_in(name.layer) and _embeds_numbers(leaf, widths):
             return None
         return "embedding" if names.EMBEDDING.is_in(name.layer) else "table"
-    is_query = name.layer[-1:] in (("query",), ("queries",)) and not name.is_weight
-    is_table = is_query and not leaf.siblings & {"key", "keys", "value", "values", "k", "v"}
-    return "table" if is_table else None
+    return "table" if _is_learned_query(leaf, widths) else None
+
+
+def _is_learned_query(leaf: Leaf, widths: set[int]) -> bool:
+    """Whether it is a table of queries, not their projection: no key beside, and [rows, width]."""
+    is_query = leaf.name.layer[-1:] in (("query",), ("queries",)) and len(leaf.shape) == 2
+    if not is_query or leaf.siblings & {"key", "keys", "value", "values", "k", "v"}:
+        return False
+    return leaf.shape[0] not in widths and leaf.shape[1] in widths
 
 
 def _embeds_numbers(leaf: Leaf, widths: set[int]) -> bool:
