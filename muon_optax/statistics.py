@@ -1,22 +1,30 @@
 """What updates look like: size, and range of singular values."""
 
+import collections
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from muon_optax.config import find_configs
 from muon_optax.matrix_view import BoundView
-from muon_optax.partition import assign
+from muon_optax.partition import Decision, assign
 from muon_optax.sharding.auto import partitioned
 
 __all__ = ["UpdateStats", "update_stats"]
 
 
+# Leaves of one shape are measured side by side, as each program costs an eighth of a second to
+# compile: so many elements of them at once, which is what their copies take.
+_ELEMENTS_AT_ONCE = 2**22
+
+
 class UpdateStats(NamedTuple):
-    """Size and shape of one leaf's update, as float32 scalars.
+    """Size and shape of one leaf's update, as float32 scalars, whatever the leaf's dtype.
 
     Attributes:
       rms: root mean square of the elements.
@@ -41,7 +49,8 @@ def update_stats(
 
     The range comes from a few Lanczos steps on each matrix's Gram matrix, cheaper than one
     Newton-Schulz product: both ends are estimates from inside, exact (to rounding) for matrices
-    with no more than `steps` rows or columns.
+    with no more than `steps` rows or columns. It is computed in float32, in float64 for leaves of
+    that.
 
     Args:
       tx: `muon`, or any optax transformation around it.
@@ -63,24 +72,51 @@ def update_stats(
     """
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps must be an integer of 1 or more, got {steps!r}")
-    stats: dict[str, UpdateStats] = {}
-    for config, ours in find_configs(tx, updates):
-        decisions = assign(ours, config.views, config.partition).decisions
-        pairs = zip(decisions, jax.tree.leaves(ours), strict=True)
-        stats |= {d.path: _stats(x, d.view, steps) for d, x in pairs if d.view is not None}
-    return stats
+    ours: list[tuple[Decision, jax.Array]] = []
+    for config, tree in find_configs(tx, updates):
+        decisions = assign(tree, config.views, config.partition).decisions
+        pairs = zip(decisions, jax.tree.leaves(tree), strict=True)
+        ours += [(d, jnp.asarray(x)) for d, x in pairs if d.view is not None]
+    equal = collections.defaultdict(list)
+    for decision, x in ours:
+        # Arrays of other devices can't be in one program.
+        where = None if isinstance(x, Tracer) else x.sharding
+        equal[jax.typeof(x), where, decision.view].append((decision.path, x))
+    found = {}
+    for (_, _, view), named in equal.items():
+        paths, arrays = zip(*named, strict=True)
+        found |= zip(paths, _stats_of_equal(arrays, view, steps), strict=True)
+    return {decision.path: found[decision.path] for decision, _ in ours}
 
 
-def _stats(x: jax.Array, view: BoundView, steps: int) -> UpdateStats:
-    x = jnp.asarray(x)
-    x = x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32)
-    if x.size == 0:
-        return UpdateStats(*[jnp.zeros((), x.real.dtype)] * 3)
-    return partitioned(functools.partial(_stats_of_whole, view=view, steps=steps), x)
+def _stats_of_equal(
+    arrays: Sequence[jax.Array], view: BoundView, steps: int
+) -> Sequence[UpdateStats]:
+    """The figures of leaves of one shape, dtype and layout."""
+    if arrays[0].size == 0:
+        return [UpdateStats(*[jnp.zeros((), jnp.float32)] * 3)] * len(arrays)
+    return partitioned(functools.partial(_stats_side_by_side, view=view, steps=steps), *arrays)
 
 
 @functools.partial(jax.jit, static_argnames=("view", "steps"))  # compiled once, eager calls too
-def _stats_of_whole(x: jax.Array, view: BoundView, steps: int) -> UpdateStats:
+def _stats_side_by_side(*arrays: jax.Array, view: BoundView, steps: int) -> list[UpdateStats]:
+    # In two groups or more: what comes from a loop is cut by programs that all figures share.
+    at_once = min(-(-len(arrays) // 2), max(1, _ELEMENTS_AT_ONCE // arrays[0].size))
+    groups = [arrays[i : i + at_once] for i in range(0, len(arrays), at_once)]
+    groups[-1] += groups[-1][:1] * (at_once - len(groups[-1]))  # whose figures aren't used
+    stacks = [functools.partial(jnp.stack, group) for group in groups]
+
+    def figures(i: jax.Array) -> UpdateStats:
+        stack = jax.lax.switch(i, stacks) if len(stacks) > 1 else stacks[0]()
+        return jax.vmap(lambda x: _stats_of_leaf(x, view, steps))(stack)
+
+    found = jax.lax.map(figures, jnp.arange(len(groups)))
+    found = [figure.reshape(-1).astype(jnp.float32) for figure in found]
+    return [UpdateStats(*(figure[i] for figure in found)) for i in range(len(arrays))]
+
+
+def _stats_of_leaf(x: jax.Array, view: BoundView, steps: int) -> UpdateStats:
+    x = x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32)
     ranges = [_sigma_range(matrices, steps) for matrices in view.split(x)]
     low = jnp.min(jnp.stack([low for low, _ in ranges]))
     high = jnp.max(jnp.stack([high for _, high in ranges]))
@@ -109,7 +145,7 @@ def _sigma_range(x: jax.Array, steps: int) -> tuple[jax.Array, jax.Array]:
         # A little of a fresh direction goes on where Lanczos would stop, as it does at once on a
         # polar factor.
         length = jnp.linalg.norm(v, axis=-1, keepdims=True)
-        v = v + 1e-3 * jnp.where(length > 0, length, 1) * directions[k]
+        v = v + 1e-3 * jnp.where(length > 0, length, 1) * directions[None, k]
         for _ in range(2):  # twice is enough
             v = v - _einsum("bki,bk->bi", basis, _einsum("bki,bi->bk", basis.conj(), v))
         return basis.at[:, k].set(v / jnp.linalg.norm(v, axis=-1, keepdims=True))

@@ -12,7 +12,7 @@ import pytest
 from jaxtyping import Array, Float
 from shown import update_stats
 
-from muon_optax import MatrixView, MuonDimensionNumbers, Rule, UpdateStats, muon
+from muon_optax import MatrixView, MuonDimensionNumbers, Rule, UpdateStats, muon, statistics
 
 SCALAR: Any = Float[Array, ""]
 RNG = np.random.default_rng(0)
@@ -141,11 +141,14 @@ def test_complex_and_double():
     got = stats(x.astype(np.complex64))
     assert got.rms.dtype == jnp.float32
     check(got, x, svd_range(x))
+    y = normal(6, 9).astype(np.float64)
+    y[0] = y[1] + 1e-6 * y[0]
+    want = svd_range(y)
+    assert want[0] < 1e-6 * want[1]  # lost in float32
     with jax.enable_x64(True):
-        y = RNG.normal(size=(6, 9))
-        got = stats(y)
-        assert got.sigma_min.dtype == jnp.float64
-        check(got, y, svd_range(y), rtol=1e-12)
+        for x in (y, np.zeros((0, 4))):
+            assert {figure.dtype for figure in stats(x)} == {jnp.dtype(jnp.float32)}
+        np.testing.assert_allclose(stats(y), [rms(y), *want], rtol=1e-6)
 
 
 def test_views_rules_and_labels_choose_the_leaves():
@@ -182,10 +185,46 @@ def test_jit_and_vmap():
         np.testing.assert_allclose(row, [rms(one), *svd_range(one)], rtol=1e-4)
 
 
-def test_strict_dtype_promotion():
-    with jax.numpy_dtype_promotion("strict"):
-        x = jnp.asarray(normal(6, 8), jnp.bfloat16)
-        assert float(stats(x).sigma_max) > 0
+def many(count: int, *shape: int) -> dict[str, np.ndarray]:
+    return {f"layer_{i}": (i + 1) * normal(*shape) for i in range(count)}
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+@pytest.mark.parametrize("at_once", [1, 100, 10**6])
+def test_equal_leaves_side_by_side(count, at_once, monkeypatch):
+    monkeypatch.setattr(statistics, "_ELEMENTS_AT_ONCE", at_once)
+    jax.clear_caches()
+    updates = many(count, 5, 8) | {"tall": normal(8, 5), "half": normal(5, 8).astype("float16")}
+    for found in (update_stats(updates), jax.jit(update_stats)(updates)):
+        assert list(found) == sorted(updates)  # as the tree has them
+        for name, x in updates.items():
+            check(found[name], x, svd_range(x))
+
+
+def test_arrays_of_several_devices():
+    pairs = zip(many(4, 5, 8).items(), jax.devices()[:2] * 2, strict=True)
+    updates = {name: jax.device_put(x, device) for (name, x), device in pairs}
+    for name, got in update_stats(updates).items():
+        check(got, updates[name], svd_range(updates[name]))
+
+
+def test_a_program_hardly_grows_with_equal_leaves():
+    def lines(count: int) -> int:
+        updates = dict.fromkeys(many(count, 1), jax.ShapeDtypeStruct((32, 32), jnp.float32))
+        return len(jax.jit(update_stats).lower(updates).as_text().split("\n"))
+
+    # A stack, and three figures to be cut from the results: all else is there once.
+    assert lines(96) - lines(6) < 90 * 10
+
+
+def test_strict_promotion():
+    view = MatrixView(split=(3, 5))
+    for x in (normal(6, 8), jnp.asarray(normal(6, 8), jnp.bfloat16)):
+        with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+            got = stats(x, view)
+        blocks = [svd_range(np.asarray(x, np.float32)[:, part]) for part in np.s_[:3, 3:]]
+        low, high = zip(*blocks, strict=True)
+        check(got, np.asarray(x, np.float32), (min(low), max(high)), rtol=1e-4)
 
 
 def test_cost_is_small():

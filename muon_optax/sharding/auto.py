@@ -9,12 +9,12 @@ from jax.sharding import NamedSharding, PartitionSpec, auto_axes
 __all__ = ["partitioned"]
 
 
-def partitioned(function: Callable[[jax.Array], Any], x: jax.Array) -> Any:
-    """Calls a function of one array in Auto mode, where no operation has to say how it is sharded.
+def partitioned(function: Callable[..., Any], *arrays: jax.Array) -> Any:
+    """Calls a function of arrays in Auto mode, where no operation has to say how it is sharded.
 
     Args:
       function: gives arrays that are the same on every device, as sums and norms are.
-      x: an array or tracer, of any layout.
+      *arrays: arrays or tracers, of any layout on one mesh.
 
     Returns:
       What the function gives, replicated.
@@ -23,8 +23,8 @@ def partitioned(function: Callable[[jax.Array], Any], x: jax.Array) -> Any:
       >>> partitioned(lambda x: x.sum(), jax.numpy.ones((2, 3))).item()
       6.0
     """
-    mesh = jax.typeof(x).sharding.mesh
+    mesh = jax.typeof(arrays[0]).sharding.mesh
     if mesh.empty or not mesh.explicit_axes:
-        return function(x)
+        return function(*arrays)
     replicated = NamedSharding(mesh, PartitionSpec())
-    return auto_axes(function, axes=mesh.explicit_axes, out_sharding=replicated)(x)
+    return auto_axes(function, axes=mesh.explicit_axes, out_sharding=replicated)(*arrays)
