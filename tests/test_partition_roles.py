@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from shown import plan, report
 
-from muon_optax import MuonDimensionNumbers, Rule, default_rules, muon, plan, report
+from muon_optax import MuonDimensionNumbers, Rule, default_rules, muon
 from muon_optax.partition.roles import roles_of
 from muon_optax.partition.rules import RolePattern, first_rules
 
