@@ -32,6 +32,7 @@ ADAM_RULES = (
     _adam("tall_table", "as tall as a vocabulary, and no layer takes so many inputs"),
     _adam("head", "head"),
     _adam("output", "head by its shape: no layer takes its outputs"),
+    _adam("few_outputs", "head by its shape: four outputs or fewer"),
     _adam("depthwise", "depthwise kernel"),
     _adam(
         "one_channel",

@@ -12,7 +12,11 @@ __all__ = ["Evidence"]
 
 _MANY_OUTPUTS = 4096  # of a head whose outputs are taken again, as by a loss between layers
 _HEADS = ((("head",),), (("classifier",),))
+_LAST: tuple[Role, ...] = ("head", "output", "few_outputs", "tall_table", "wide_output")
+_HIDDEN: tuple[Role, ...] = ("matrix", "transposed_matrix", "matrix_of_unknown_order")
 _FEW_OUTPUTS = 32  # of a small head, whose number others may have by chance
+_FEWEST = 4  # outputs of a box, a score, a mean and a deviation: no hidden layer is so narrow
+_REPEATED_HEADS = {"heads", "lm"}  # parallel heads: `lm_heads/0`
 
 
 class Evidence:
@@ -28,8 +32,31 @@ class Evidence:
         self._stacks = Stacks(tree, stacked)
         self._is_alone = len(rest) == 1
 
-    def role(self, leaf: Leaf) -> Role:
-        """The role of one of the rest."""
+    def roles(self, rest: Sequence[Leaf]) -> list[Role]:
+        """The roles of the rest: what each of them shows, and then what the heads found show."""
+        found = [self._role(leaf) for leaf in rest]
+        heads = [leaf for leaf, role in zip(rest, found, strict=True) if role in _LAST]
+        sizes = {leaf.shape[a] for leaf in heads if (a := self._order.output_axis(leaf)) is not None}
+        pairs = zip(rest, found, strict=True)
+        return [self._beside_heads(leaf, role, sizes) for leaf, role in pairs]
+
+    def _beside_heads(self, leaf: Leaf, role: Role, sizes: set[int]) -> Role:
+        """Of a matrix so far, what the outputs of the tree's heads tell.
+
+        Auxiliary heads between layers give what the last one gives. Where there is no head at all,
+        a layer that gives what the first one takes may be it: sequence models with one-hot tokens.
+        """
+        axis = self._order.output_axis(leaf)
+        if role not in _HIDDEN or axis is None or _is_attention(leaf) or self._is_alone:
+            return role
+        size, width = _outputs_first(leaf, axis)
+        if size != width and size in sizes and self._widths.is_free(size):
+            return "output"
+        is_last = not sizes and not leaf.is_repeated and not _is_called_hidden(leaf)
+        is_data = is_last and size != width and self._widths.is_data(size)
+        return "data_output" if is_data and not leaf.name.is_numbered else role
+
+    def _role(self, leaf: Leaf) -> Role:
         if len(leaf.shape) > 2:
             return self._of_many_dims(leaf)
         if not _multiplies(leaf) and self._stacks.has_vector(leaf):
@@ -59,22 +86,44 @@ class Evidence:
 
     def _head(self, leaf: Leaf) -> Role | None:
         name = leaf.name
-        is_head = names.HEAD.is_in(name.layer) and "pre" not in name.layer
+        axis = self._order.output_axis(leaf)
+        if axis is not None and self._is_narrow(leaf, axis):
+            return "few_outputs"
+        if self._has_vocabulary(leaf):
+            return "head"
+        is_head = _is_called_head(leaf)
         if _is_attention(leaf) or (leaf.is_repeated and not is_head):
             return None
-        axis = self._order.output_axis(leaf)
         if axis is None and not is_head:
             return self._tall(leaf)
         size, width = sorted(leaf.shape)[::-1] if axis is None else _outputs_first(leaf, axis)
-        if leaf.is_repeated:  # a head for each of several tokens; a gate is called so too
+        is_list = bool(_REPEATED_HEADS & set(name.layer))
+        if leaf.is_repeated and not is_list:  # one for each of several tokens, or a gate
             return "head" if self._is_vocabulary(size, width) else None
-        is_list = bool({"heads", "lm"} & set(name.layer))  # of parallel heads: `lm_heads/0`
         if is_head and (is_list or not name.is_numbered):
             return "head"
         if is_head or _is_called_output(leaf) or _is_in_head(leaf, size, width):
             is_last = not name.is_numbered or "class" in name.layer
-            return self._called_output(size, width, may_be_small=is_last)
+            found = self._called_output(size, width, may_be_small=is_last)
+            return found or self._reconstruction(leaf, size)
         return self._output(leaf, size, width)
+
+    def _is_narrow(self, leaf: Leaf, axis: int) -> bool:
+        """Whether it gives one to four numbers, as boxes and scores are, from many."""
+        size, width = _outputs_first(leaf, axis)
+        return size <= _FEWEST and width > _FEW_OUTPUTS and not _is_attention(leaf)
+
+    def _has_vocabulary(self, leaf: Leaf) -> bool:
+        """Whether one of its sides, whichever, is the vocabulary of a table."""
+        size, width = max(leaf.shape), min(leaf.shape)
+        is_vocabulary = size >= max(_MANY_OUTPUTS, VOCABULARY * width) and size in self._widths.rows
+        return is_vocabulary and not leaf.is_repeated
+
+    def _reconstruction(self, leaf: Leaf, size: int) -> Role | None:
+        """A last layer that gives what the model takes: pixels of patches, latents, features."""
+        if not self._widths.is_data(size):
+            return None
+        return "output" if self._widths.is_input(size) else "data_output"
 
     def _is_vocabulary(self, size: int, width: int) -> bool:
         return size > width and (size in self._widths.rows or size >= VOCABULARY * width)
@@ -98,7 +147,7 @@ class Evidence:
             return None
         if not self._widths.is_free(size):
             is_called_so = names.RECONSTRUCTION.is_in(leaf.name.near(1))
-            return "data_output" if is_called_so and self._widths.is_data(size) else None
+            return self._reconstruction(leaf, size) if is_called_so else None
         if size in self._widths.rows and size > width:
             return "output"
         if _is_called_hidden(leaf) or self._widths.is_feature_map(size):
@@ -128,6 +177,12 @@ def _multiplies(leaf: Leaf) -> bool:
 
 def _outputs_first(leaf: Leaf, axis: int) -> tuple[int, int]:
     return leaf.shape[axis], leaf.shape[1 - axis]
+
+
+def _is_called_head(leaf: Leaf) -> bool:
+    layer = leaf.name.layer
+    is_called_so = names.HEAD.is_in(layer)
+    return is_called_so and "pre" not in layer and not names.EMBEDDING.is_in(layer)
 
 
 def _is_attention(leaf: Leaf) -> bool:

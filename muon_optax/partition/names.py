@@ -18,6 +18,7 @@ __all__ = [
     "CONDITION",
     "DEPTHWISE",
     "EMBEDDING",
+    "ENTRY",
     "HEAD",
     "HEAD_MODULE",
     "HIDDEN",
@@ -135,14 +136,15 @@ TABLE = _means(
 )
 # Layers that multiply, whatever else their names say: `pos_proj`, `token_mixing`, `rel_pos_mlp`.
 PROJECTION = _means(
-    "proj linear dense mlp mlps fc ffn lin gate mapping mixing mixer net modulation einsum mix qkv "
+    "proj linear dense mlp mlps fc ffn lin gate mixing mixer net modulation einsum mix qkv "
     "adapter reduction merge merger fuse fusion expert experts",
-    stems=("project", "conv", "transform", "downsampl", "upsampl", "compress"),
+    stems=("project", "mapp", "conv", "transform", "downsampl", "upsampl", "compress"),
     parts=("conv",),
 )
 # What an 'embedding' of these multiplies: pixels are numbers, not indices, and so may others be.
 PIXELS = _means("patch patches pixel pixels")
 INPUT = _means("x context pooled timestep image visual audio input")
+ENTRY = _means("in input inputs stem first")
 NORM = _means("ln lnf bn gn rms layernorm batchnorm", stems=("normaliz",), parts=("norm",))
 # A linear layer that makes a norm's scale is no norm: `norm_modulation`, `to_gamma`.
 CONDITION = _means("to ada adaln modulation time cond emb")
@@ -154,13 +156,15 @@ QUANTISATION = _means("qzeros zeros zp absmax scb amax qscales qscale")
 LORA = _means("loha lokr hada dora", parts=("lora",))
 DEPTHWISE = _means("dw dwconv dwc depth", stems=("depthwise",), parts=("dwconv", "convdw"))
 HEAD = _means(
-    "head heads score scores prediction predictions readout",
+    "head heads score scores pred preds predict predictor predictors prediction predictions readout",
     stems=("unembed",),
     parts=("logit", "classif"),
 )
 # Words of modules that end in a head, above the layer that is one.
 HEAD_MODULE = _means("output outputs final last cls qa lm policy critic actor", stems=("predict",))
-OUTPUT = _means("out outc decoder value class vocab output outputs generator summary")
+OUTPUT = _means(
+    "out outc decoder value class vocab output outputs generator summary mean mu std logstd logvar"
+)
 RECONSTRUCTION = _means("decoder dec out output", stems=("recon", "decod", "generat"))
 HIDDEN = _means(
     "time adaln ada patch in up down query key hidden pooler pre to merger",

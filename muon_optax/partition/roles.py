@@ -38,9 +38,9 @@ def _roles(leaves: tuple[tuple[Segments, Shape], ...]) -> tuple[Role, ...]:
     tree = read_tree(leaves)
     bases, widths = _lora_bases(tree), _hidden_widths(tree)
     named: list[Role | None] = [_by_name(leaf, bases, widths) for leaf in tree]
-    pairs = list(zip(tree, named, strict=True))
-    evidence = Evidence(tree, named, [leaf for leaf, role in pairs if role is None])
-    return tuple(evidence.role(leaf) if role is None else role for leaf, role in pairs)
+    rest = [leaf for leaf, role in zip(tree, named, strict=True) if role is None]
+    shown = iter(Evidence(tree, named, rest).roles(rest))
+    return tuple(next(shown) if role is None else role for role in named)
 
 
 # By name

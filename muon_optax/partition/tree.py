@@ -29,6 +29,7 @@ Role = Literal[
     "head",
     "output",
     "wide_output",
+    "few_outputs",
     "stacked_vector",
     "undeclared",
     "inner_head",

@@ -51,6 +51,7 @@ class Widths:
             x for x in others if x.name.is_weight or tuple(sorted(x.shape)) not in like_tables
         ]
         self._inputs = {size for leaf in others for size in self.order.inputs(leaf)}
+        self._entries = {x for leaf in rest if _is_entry(leaf) for x in self.order.inputs(leaf)}
         self._map_inputs = {size for leaf in maps for size in self.order.inputs(leaf)}
         self._channels = {size for leaf in maps for size in self.order.channels(leaf)}
         self.outputs = collections.Counter(self._outputs(rest))
@@ -83,6 +84,10 @@ class Widths:
         is_given = size in self.norms or size in self._columns or self.outputs[size] > 1
         return size in self._inputs and not is_given
 
+    def is_input(self, size: int) -> bool:
+        """Whether a layer that is called an input, or embeds patches, takes so many."""
+        return size in self._entries
+
     def is_fused(self, size: int, width: int) -> bool:
         """Whether so many outputs may be blocks that others take: gates, or a shift and a scale."""
         blocks = [size // k for k in _BLOCKS if size % k == 0]
@@ -92,6 +97,13 @@ class Widths:
         """Whether so many outputs may be the square feature map that a convolution takes."""
         maps = [size // c for c in self._channels if 1 < c < size and size % c == 0]
         return any(math.isqrt(n) ** 2 == n for n in maps)
+
+
+def _is_entry(leaf: Leaf) -> bool:
+    """Whether its name is that of a first layer."""
+    near = leaf.name.near(1)
+    is_called_so = any(m.is_in(near) for m in (names.EMBEDDING, names.PIXELS, names.ENTRY))
+    return is_called_so and not leaf.is_repeated
 
 
 def is_multiple(size: int, width: int) -> bool:
