@@ -16,6 +16,7 @@ _LAST: tuple[Role, ...] = ("head", "output", "few_outputs", "tall_table", "wide_
 _HIDDEN: tuple[Role, ...] = ("matrix", "transposed_matrix", "matrix_of_unknown_order")
 _FEW_OUTPUTS = 32  # of a small head, whose number others may have by chance
 _FEWEST = 4  # outputs of a box, a score, a mean and a deviation: no hidden layer is so narrow
+_OUTPUTS = (("out",), ("outputs",), ("output",))
 _REPEATED_HEADS = {"heads", "lm"}  # parallel heads: `lm_heads/0`
 
 
@@ -36,7 +37,9 @@ class Evidence:
         """The roles of the rest: what each of them shows, and then what the heads found show."""
         found = [self._role(leaf) for leaf in rest]
         heads = [leaf for leaf, role in zip(rest, found, strict=True) if role in _LAST]
-        sizes = {leaf.shape[a] for leaf in heads if (a := self._order.output_axis(leaf)) is not None}
+        sizes = {
+            leaf.shape[a] for leaf in heads if (a := self._order.output_axis(leaf)) is not None
+        }
         pairs = zip(rest, found, strict=True)
         return [self._beside_heads(leaf, role, sizes) for leaf, role in pairs]
 
@@ -218,8 +221,20 @@ def _is_inner_head(leaf: Leaf) -> bool:
     above = leaf.name.all_above
     is_plain = bool({"fc", "logits", "out"} & set(leaf.name.layer))
     is_plain |= leaf.name.layer == ("proj",) and leaf.name.above[-1:] in _HEADS
-    is_inner = leaf.is_repeated or _is_attention(leaf) or bool({"mlp", "ffn"} & set(above))
-    return names.HEAD.is_in(above) and is_plain and not is_inner
+    is_inner = leaf.is_repeated or _is_attention(leaf)
+    is_inner |= bool({"mlp", "ffn"} & set(leaf.name.all_tokens))
+    is_in_head = names.HEAD.is_in(above) and is_plain
+    return (is_in_head or _is_called_last(leaf)) and not is_inner
+
+
+def _is_called_last(leaf: Leaf) -> bool:
+    """Whether its own name, or the module it ends, is called final: `final_proj`, `final/linear`."""
+    near = {"final", "last"} & {*leaf.name.layer, *(t for a in leaf.name.above[-1:] for t in a)}
+    is_output = leaf.name.layer[-1:] in _OUTPUTS
+    layer = leaf.name.layer
+    is_hidden = _is_modulation(leaf) or names.HIDDEN.is_in(leaf.name.near(1))
+    is_hidden |= names.EMBEDDING.is_in(layer) or is_multiple(max(leaf.shape), min(leaf.shape))
+    return (bool(near) or is_output) and not is_hidden
 
 
 def _is_called_hidden(leaf: Leaf) -> bool:

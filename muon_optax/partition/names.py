@@ -29,6 +29,7 @@ __all__ = [
     "PIXELS",
     "PROJECTION",
     "QUANTISATION",
+    "QUERY_KEY",
     "RECONSTRUCTION",
     "TABLE",
     "VECTOR",
@@ -171,6 +172,7 @@ HIDDEN = _means(
     stems=("timestep",),
 )
 ATTENTION = _means("attn attention qkv kv wq wk wv wo", stems=("attn",), parts=("attention",))
+QUERY_KEY = _means("q k query key")
 CELL = _means("", parts=("lstm", "gru", "rnn", "cell"))
 
 

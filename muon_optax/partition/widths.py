@@ -39,7 +39,7 @@ class Widths:
         """
         roles = list(zip(tree, named, strict=True))
         tables = [x for x, r in roles if r in ("embedding", "table") and len(x.shape) == 2]
-        vectors = [x for x, r in roles if r == "vector" and x.shape and not x.name.is_bias]
+        vectors = [x for x, r in roles if r == "vector" and x.shape and _has_width(x)]
         self.rows = {leaf.shape[0] for leaf in tables}
         self.norms = {leaf.shape[0] for leaf in vectors}
         self._columns = {leaf.shape[1] for leaf in tables}
@@ -82,7 +82,8 @@ class Widths:
     def is_data(self, size: int) -> bool:
         """Whether layers take so many inputs and only one gives them, as the data's features."""
         is_given = size in self.norms or size in self._columns or self.outputs[size] > 1
-        return size in self._inputs and not is_given
+        is_taken = size in self._inputs or size in self._entries
+        return is_taken and not is_given
 
     def is_input(self, size: int) -> bool:
         """Whether a layer that is called an input, or embeds patches, takes so many."""
@@ -97,6 +98,12 @@ class Widths:
         """Whether so many outputs may be the square feature map that a convolution takes."""
         maps = [size // c for c in self._channels if 1 < c < size and size % c == 0]
         return any(math.isqrt(n) ** 2 == n for n in maps)
+
+
+def _has_width(leaf: Leaf) -> bool:
+    """Whether a vector may be as wide as what goes through the layers: norms of heads are not."""
+    is_of_head = names.NORM.is_in(leaf.name.layer) and names.QUERY_KEY.is_in(leaf.name.layer)
+    return not leaf.name.is_bias and not is_of_head
 
 
 def _is_entry(leaf: Leaf) -> bool:
