@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
+from shown import report
 
-from muon_optax import ParameterReport, report
+from muon_optax import ParameterReport
 from muon_optax.partition import NO_VIEW
 
 DATA = Path(__file__).parent / "data"
@@ -48,6 +49,7 @@ MODELS = TORCH | JAX
 # Linear layers that are Muon's by the corpus and get AdamW: last layers with a few outputs that
 # nothing takes, and tables of position biases that are looked up with one-hot vectors.
 AS_HEADS_OR_TABLES = {
+    "torch d_flux": {"proj_out.weight"},
     "torch detr": {"class_labels_classifier.weight", "bbox_predictor.layers.2.weight"},
     "torch layoutlm": {f"encoder.rel_pos{axis}_bias.weight" for axis in ("", "_x", "_y")},
     "torch sam": {"mask_decoder.iou_prediction_head.proj_out.weight"},

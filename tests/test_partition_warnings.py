@@ -72,14 +72,14 @@ def test_undeclared_stacks_warn():
 
 def test_vectors_of_a_scanned_block_warn_too():
     block = {"attn": {"w": zeros(3, 4, 5)}, "pre": {"weight": zeros(3, 4)}}
-    _, stack = warned({"layers": block, "out": zeros(4, 3)})
+    _, stack = warned({"layers": block, "mix": zeros(4, 3)})
     assert "layers/pre/weight (3, 4)" in stack
-    assert "out" not in stack
-    flat = {"layers.attn.w": zeros(3, 4, 5), "layers.pre.weight": zeros(3, 4), "out": zeros(4, 3)}
+    assert "mix" not in stack
+    flat = {"layers.attn.w": zeros(3, 4, 5), "layers.pre.weight": zeros(3, 4), "mix": zeros(4, 3)}
     _, stack = warned(flat)
     assert "layers.pre.weight (3, 4)" in stack
     named = {"attn": {"w": zeros(3, 4, 5)}, "ln": {"weight": zeros(3, 4)}}
-    assert len(warned({"layers": named, "out": zeros(4, 3)})) == 1  # a norm for sure
+    assert len(warned({"layers": named, "mix": zeros(4, 3)})) == 1  # a norm for sure
 
 
 def test_matrices_beside_a_convolution_are_no_stack():

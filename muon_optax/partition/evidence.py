@@ -16,8 +16,10 @@ _LAST: tuple[Role, ...] = ("head", "output", "few_outputs", "tall_table", "wide_
 _HIDDEN: tuple[Role, ...] = ("matrix", "transposed_matrix", "matrix_of_unknown_order")
 _FEW_OUTPUTS = 32  # of a small head, whose number others may have by chance
 _FEWEST = 4  # outputs of a box, a score, a mean and a deviation: no hidden layer is so narrow
-_OUTPUTS = (("out",), ("outputs",), ("output",))
-_REPEATED_HEADS = {"heads", "lm"}  # parallel heads: `lm_heads/0`
+_OUTPUTS = {"out", "output", "outputs"}
+_LAYERS = {"dense", "linear", "fc"}  # of a recurrent cell, those that are no gate's
+_SKIPS = {"residual", "skip", "shortcut"}
+_PARALLEL = {"heads", "lm"}  # parallel heads: `lm_heads/0`
 
 
 class Evidence:
@@ -35,7 +37,7 @@ class Evidence:
 
     def roles(self, rest: Sequence[Leaf]) -> list[Role]:
         """The roles of the rest: what each of them shows, and then what the heads found show."""
-        found = [self._role(leaf) for leaf in rest]
+        found: list[Role] = [self._role(leaf) for leaf in rest]
         heads = [leaf for leaf, role in zip(rest, found, strict=True) if role in _LAST]
         sizes = {
             leaf.shape[a] for leaf in heads if (a := self._order.output_axis(leaf)) is not None
@@ -50,7 +52,7 @@ class Evidence:
         a layer that gives what the first one takes may be it: sequence models with one-hot tokens.
         """
         axis = self._order.output_axis(leaf)
-        if role not in _HIDDEN or axis is None or _is_attention(leaf) or self._is_alone:
+        if role not in _HIDDEN or axis is None or self._is_alone or _is_gate(leaf):
             return role
         size, width = _outputs_first(leaf, axis)
         if size != width and size in sizes and self._widths.is_free(size):
@@ -90,17 +92,17 @@ class Evidence:
     def _head(self, leaf: Leaf) -> Role | None:
         name = leaf.name
         axis = self._order.output_axis(leaf)
-        if axis is not None and self._is_narrow(leaf, axis):
-            return "few_outputs"
+        is_head = _is_called_head(leaf)
+        if _is_narrow(leaf, axis):
+            return "head" if is_head or _is_called_output(leaf) else "few_outputs"
         if self._has_vocabulary(leaf):
             return "head"
-        is_head = _is_called_head(leaf)
         if _is_attention(leaf) or (leaf.is_repeated and not is_head):
             return None
         if axis is None and not is_head:
             return self._tall(leaf)
         size, width = sorted(leaf.shape)[::-1] if axis is None else _outputs_first(leaf, axis)
-        is_list = bool(_REPEATED_HEADS & set(name.layer))
+        is_list = bool(_PARALLEL & set(name.layer))
         if leaf.is_repeated and not is_list:  # one for each of several tokens, or a gate
             return "head" if self._is_vocabulary(size, width) else None
         if is_head and (is_list or not name.is_numbered):
@@ -110,11 +112,6 @@ class Evidence:
             found = self._called_output(size, width, may_be_small=is_last)
             return found or self._reconstruction(leaf, size)
         return self._output(leaf, size, width)
-
-    def _is_narrow(self, leaf: Leaf, axis: int) -> bool:
-        """Whether it gives one to four numbers, as boxes and scores are, from many."""
-        size, width = _outputs_first(leaf, axis)
-        return size <= _FEWEST and width > _FEW_OUTPUTS and not _is_attention(leaf)
 
     def _has_vocabulary(self, leaf: Leaf) -> bool:
         """Whether one of its sides, whichever, is the vocabulary of a table."""
@@ -182,10 +179,25 @@ def _outputs_first(leaf: Leaf, axis: int) -> tuple[int, int]:
     return leaf.shape[axis], leaf.shape[1 - axis]
 
 
+def _is_narrow(leaf: Leaf, axis: int | None) -> bool:
+    """Whether it gives one to four numbers, as boxes and scores are, from many.
+
+    Only a bias, or the name 'kernel', tells these from a first layer of so few inputs for sure.
+    """
+    if _is_attention(leaf) or {"gate", "router"} & set(leaf.name.layer):
+        return False
+    name = leaf.name
+    is_sure = name.is_kernel or name.is_numbered or leaf.output_axis_by_bias is not None
+    size = leaf.shape[axis] if is_sure and axis is not None else min(leaf.shape)
+    is_from_many = size == 1 or max(leaf.shape) > _FEW_OUTPUTS
+    return size <= _FEWEST and leaf.name.is_weight and is_from_many
+
+
 def _is_called_head(leaf: Leaf) -> bool:
     layer = leaf.name.layer
-    is_called_so = names.HEAD.is_in(layer)
-    return is_called_so and "pre" not in layer and not names.EMBEDDING.is_in(layer)
+    is_called_so = names.HEAD.is_in(layer) and "pre" not in layer
+    is_unembedding = any(token.startswith("unembed") for token in layer)
+    return is_called_so and (is_unembedding or not names.EMBEDDING.is_in(layer))
 
 
 def _is_attention(leaf: Leaf) -> bool:
@@ -196,6 +208,12 @@ def _is_attention(leaf: Leaf) -> bool:
     has_others = len(leaf.siblings & letters) > 1
     in_module = names.ATTENTION.is_in(name.near(2)) or names.CELL.is_in(name.all_tokens)
     return in_module or (is_projection and has_others)
+
+
+def _is_gate(leaf: Leaf) -> bool:
+    """Whether it is in an attention or of a cell, but for layers beside the gates of the cell."""
+    is_in_cell = names.CELL.is_in(leaf.name.all_tokens)
+    return _is_attention(leaf) and not (is_in_cell and _LAYERS & set(leaf.name.layer))
 
 
 def _is_modulation(leaf: Leaf) -> bool:
@@ -228,10 +246,12 @@ def _is_inner_head(leaf: Leaf) -> bool:
 
 
 def _is_called_last(leaf: Leaf) -> bool:
-    """Whether its own name, or the module it ends, is called final: `final_proj`, `final/linear`."""
-    near = {"final", "last"} & {*leaf.name.layer, *(t for a in leaf.name.above[-1:] for t in a)}
-    is_output = leaf.name.layer[-1:] in _OUTPUTS
+    """Whether its own name, or its module's, is that of a last layer: `final_proj`, `last/fc`."""
     layer = leaf.name.layer
+    near = {"final", "last"} & {*leaf.name.layer, *(t for a in leaf.name.above[-1:] for t in a)}
+    is_output = bool(_OUTPUTS & set(layer)) or bool(
+        _SKIPS & set(layer) and _OUTPUTS & leaf.siblings  # added to an output
+    )
     is_hidden = _is_modulation(leaf) or names.HIDDEN.is_in(leaf.name.near(1))
     is_hidden |= names.EMBEDDING.is_in(layer) or is_multiple(max(leaf.shape), min(leaf.shape))
     return (bool(near) or is_output) and not is_hidden

@@ -16,6 +16,7 @@ __all__ = [
     "ATTENTION",
     "CELL",
     "CONDITION",
+    "CONV",
     "DEPTHWISE",
     "EMBEDDING",
     "ENTRY",
@@ -156,8 +157,10 @@ VECTOR = _means(
 QUANTISATION = _means("qzeros zeros zp absmax scb amax qscales qscale")
 LORA = _means("loha lokr hada dora", parts=("lora",))
 DEPTHWISE = _means("dw dwconv dwc depth", stems=("depthwise",), parts=("dwconv", "convdw"))
+CONV = _means("conv convolution")
 HEAD = _means(
-    "head heads score scores pred preds predict predictor predictors prediction predictions readout",
+    "head heads score scores pred preds predict predictor predictors prediction predictions "
+    "readout",
     stems=("unembed",),
     parts=("logit", "classif"),
 )

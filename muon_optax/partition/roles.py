@@ -43,6 +43,9 @@ def _roles(leaves: tuple[tuple[Segments, Shape], ...]) -> tuple[Role, ...]:
     return tuple(next(shown) if role is None else role for role in named)
 
 
+_WINDOW = 8  # the longest of a depthwise convolution of two dims
+
+
 # By name
 
 
@@ -62,6 +65,8 @@ def _by_name(leaf: Leaf, bases: set[Segments], widths: set[int]) -> Role | None:
         return "table"  # of biases: `relative_attention_bias/weight`
     if _is_norm(leaf):
         return "norm"
+    if len(shape) == 2 and min(shape) <= _WINDOW and names.CONV.is_in(name.layer):
+        return "depthwise"  # [window, channels]
     table = _table(leaf, widths)
     return "thin" if table is None and not name.is_plain and _is_thin(leaf) else table
 
@@ -149,7 +154,8 @@ def _table(leaf: Leaf, widths: set[int]) -> Role | None:
 def _is_learned_query(leaf: Leaf, widths: set[int]) -> bool:
     """Whether it is a table of queries, not their projection: no key beside, and [rows, width]."""
     is_query = leaf.name.layer[-1:] in (("query",), ("queries",)) and len(leaf.shape) == 2
-    if not is_query or leaf.siblings & {"key", "keys", "value", "values", "k", "v"}:
+    letters = {"k", "v"} if leaf.name.is_weight else set()  # an array's own `query` is whole
+    if not is_query or leaf.siblings & ({"key", "keys", "value", "values"} | letters):
         return False
     return leaf.shape[0] not in widths and leaf.shape[1] in widths
 

@@ -112,19 +112,25 @@ def _lowered(names: Segments) -> Segments:
 class _Biases:
     """Finds the bias of each weight: 'bias' beside 'weight', 'in_proj_bias' beside its weight.
 
-    Where layers that are alike are told once, `linear_1.bias` stands for that of `linear_2` too. In
-    a sequence without names the vector after a matrix is its bias.
+    Where layers that are alike are told once, `linear_1.bias` stands for that of `linear_2` too,
+    unless `linear_1.weight` is there and the bias tells another axis of it. In a sequence without
+    names the vector after a matrix is its bias.
     """
 
     def __init__(self, leaves: Described, names: Sequence[LeafName]) -> None:
         self._leaves, self._names = leaves, names
         self._exact: dict[Segments, Shape] = {}
-        self._alike: dict[Segments, set[Shape]] = collections.defaultdict(set)
+        self._alike: dict[Segments, set[tuple[Shape, Shape | None]]] = collections.defaultdict(set)
+        owners = {
+            key: shape
+            for (_, shape), name in zip(leaves, names, strict=True)
+            for key in _bias_names(name)
+        }
         for (_, shape), name in zip(leaves, names, strict=True):
             if name.is_bias:
                 key = _lowered(name.names)
                 self._exact[key] = shape
-                self._alike[_unnumbered(key)].add(shape)
+                self._alike[_unnumbered(key)].add((shape, owners.get(key)))
 
     def of(self, place: int) -> Shape | None:
         """The shape of the bias of the leaf at this place."""
@@ -135,7 +141,8 @@ class _Biases:
         exact = next((self._exact[key] for key in keys if key in self._exact), None)
         if exact is not None:
             return exact
-        alike = [s for key in keys for s in self._alike.get(_unnumbered(key), ())]
+        found = [x for key in keys for x in self._alike.get(_unnumbered(key), ())]
+        alike = [bias for bias, owner in found if _is_alike(shape, bias, owner)]
         fitting = [s for s in alike if s == shape or (len(s) == 1 and s[0] in shape)]
         return fitting[0] if len(set(fitting)) == 1 else self._next(place)
 
@@ -146,6 +153,14 @@ class _Biases:
             return None
         shape = follows[0][1]
         return shape if len(shape) == 1 and shape[0] in self._leaves[place][1] else None
+
+
+def _is_alike(shape: Shape, bias: Shape, owner: Shape | None) -> bool:
+    """Whether a bias may stand for that of a weight of this shape beside its own weight."""
+    if owner in (None, shape) or bias == shape:
+        return True
+    axes = [axis for axis, size in enumerate(owner or ()) if bias == (size,)]
+    return len(owner or ()) == len(shape) and len(axes) == 1 and bias == (shape[axes[0]],)
 
 
 def _bias_names(name: LeafName) -> Iterator[Segments]:
