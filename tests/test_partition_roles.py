@@ -8,45 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_roles import BLOCK, TORCH_BLOCK, Shapes, in_model, role_in_model, roles
 from shown import plan, report
 
 from muon_optax import MuonDimensionNumbers, Rule, default_rules, muon
-from muon_optax.partition.roles import roles_of
 from muon_optax.partition.rules import RolePattern, first_rules
-
-Shapes = dict[str, tuple[int, ...]]
-
-
-def roles(shapes: Shapes) -> dict[str, str]:
-    found = roles_of([(tuple(path.split("/")), shape) for path, shape in shapes.items()])
-    return dict(zip(shapes, found, strict=True))
-
-
-BLOCK: Shapes = {
-    "layers/0/attn/q/kernel": (64, 64),
-    "layers/0/mlp/up/kernel": (64, 256),
-    "layers/0/mlp/down/kernel": (256, 64),
-    "layers/0/norm/scale": (64,),
-}
-TORCH_BLOCK: Shapes = {
-    "layers/0/attn/q/weight": (64, 64),
-    "layers/0/mlp/up/weight": (256, 64),
-    "layers/0/mlp/down/weight": (64, 256),
-    "layers/0/norm/weight": (64,),
-}
-
-
-def in_model(shapes: Shapes, block: Shapes = BLOCK) -> dict[str, str]:
-    """Roles of leaves beside a transformer's block, whose own are hidden matrices."""
-    found = roles(block | shapes)
-    matrices = {found[path] for path, shape in block.items() if len(shape) == 2}
-    assert matrices <= {"matrix", "transposed_matrix"}
-    return {path: found[path] for path in shapes}
-
-
-def role_in_model(path: str, shape: tuple[int, ...], block: Shapes = BLOCK) -> str:
-    return in_model({path: shape}, block)[path]
-
 
 TABLES = [
     ("embed_tokens/weight", (512, 64), "embedding"),

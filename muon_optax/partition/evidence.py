@@ -150,8 +150,11 @@ class Evidence:
             return self._reconstruction(leaf, size) if is_called_so else None
         if size in self._widths.rows and size > width:
             return "output"
-        if _is_called_hidden(leaf) or self._widths.is_feature_map(size):
+        if self._widths.is_feature_map(size):
             return None
+        if _is_called_hidden(leaf):  # projections for a loss end the model too, as `ctc_proj`
+            is_slim = size * VOCABULARY <= width and leaf.name.layer[-1:] == ("proj",)
+            return "wide_output" if is_slim else None
         if size >= VOCABULARY * width:
             return "tall_table"
         if self._widths.is_fused(size, width):

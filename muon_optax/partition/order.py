@@ -33,6 +33,8 @@ class Order:
         if not votes:
             votes.update(_votes_by_width(weights, widths))
             votes.update(_votes_by_chain(weights))
+        if not votes and any("." in name for leaf in weights for name in leaf.path[-1:]):
+            votes[0] += 1  # keys of a PyTorch state dict: 'encoder.0.weight'
         if not votes and any(_kind(leaf) == "kernel" for leaf in leaves):
             votes[1] += 1
         self.is_told = bool(votes)

@@ -43,6 +43,7 @@ def _roles(leaves: tuple[tuple[Segments, Shape], ...]) -> tuple[Role, ...]:
     return tuple(next(shown) if role is None else role for role in named)
 
 
+_MOST_HEADS = 128  # of an attention
 _WINDOW = 8  # the longest of a depthwise convolution of two dims
 
 
@@ -61,8 +62,8 @@ def _by_name(leaf: Leaf, bases: set[Segments], widths: set[int]) -> Role | None:
         return "quantisation"
     if not name.is_plain and _is_vector(leaf):
         return "bias"
-    if "bias" in name.layer and leaf.output_axis_by_bias is None and len(shape) == 2:
-        return "table"  # of biases: `relative_attention_bias/weight`
+    if _is_bias_table(leaf):
+        return "table"
     if _is_norm(leaf):
         return "norm"
     if len(shape) == 2 and min(shape) <= _WINDOW and names.CONV.is_in(name.layer):
@@ -108,6 +109,14 @@ def _is_vector(leaf: Leaf) -> bool:
 def _is_thin(leaf: Leaf) -> bool:
     """Whether an array of its own has one dim above 1, and a name."""
     return sum(n > 1 for n in leaf.shape) < 2 and bool(leaf.name.layer)
+
+
+def _is_bias_table(leaf: Leaf) -> bool:
+    """Whether it is a table of biases, a column a head: `relative_attention_bias/weight`."""
+    layer = leaf.name.layer
+    is_called_so = "bias" in layer and not names.PROJECTION.is_in(layer)
+    is_small = len(leaf.shape) == 2 and min(leaf.shape) <= _MOST_HEADS
+    return is_called_so and is_small and leaf.output_axis_by_bias is None
 
 
 def _is_norm(leaf: Leaf) -> bool:

@@ -1,0 +1,105 @@
+"""Last layers of a model, each told by another evidence of the tree."""
+
+import pytest
+from model_roles import TORCH_BLOCK, in_model, role_in_model, roles
+
+NARROW = [
+    ("bbox_embed/0/layers/2", (64, 4)),  # a box from each of several decoder layers
+    ("parameter_projection/0", (9, 1)),  # even of few inputs: one row is a vector
+    ("horizon", (64, 2)),
+]
+
+
+@pytest.mark.parametrize(("path", "shape"), NARROW)
+def test_one_to_four_outputs_are_a_head(path, shape):
+    taken = {"boxes/kernel": (shape[1], 64)}  # so that no size is free
+    assert in_model({f"{path}/kernel": shape, **taken})[f"{path}/kernel"] == "few_outputs"
+    torch = {f"{path}/weight": shape[::-1], f"{path}/bias": shape[1:]}
+    taken = {"boxes/weight": (64, shape[1]), "boxes/bias": (64,)}
+    assert in_model(torch | taken, TORCH_BLOCK)[f"{path}/weight"] == "few_outputs"
+
+
+def test_gates_and_first_layers_are_not_narrow():
+    gates = {"layers/0/mlp/shared_gate/kernel": (64, 1), "layers/0/attn/mix/kernel": (64, 4)}
+    assert set(in_model(gates).values()) == {"matrix"}
+    first = {"position/weight": (64, 2), "position/bias": (64,)}
+    assert in_model(first, TORCH_BLOCK)["position/weight"] == "transposed_matrix"
+
+
+@pytest.mark.parametrize("shape", [(5000, 48), (48, 5000)])
+def test_a_matrix_with_the_vocabulary_on_any_side_is_a_head(shape):
+    """MobileBERT's `predictions.dense` is [in, out] where all others are [out, in]."""
+    shapes = {"words_embedding/weight": (5000, 16), "cls/dense/weight": shape}
+    assert in_model(shapes, TORCH_BLOCK)["cls/dense/weight"] == "head"
+
+
+@pytest.mark.parametrize("name", ["proj_out", "to_pixels/out", "final_layer/linear"])
+def test_a_last_layer_that_gives_what_the_first_takes(name):
+    """Diffusion transformers; a norm of the heads may be as wide as a patch."""
+    norm = {"layers/0/attn/norm_q/weight": (24,)}
+    linear = {"x_embedder/weight": (64, 24), "x_embedder/bias": (64,), f"{name}/weight": (24, 64)}
+    assert in_model(linear | norm, TORCH_BLOCK)[f"{name}/weight"] == "output"
+    conv = {"patch_embed/proj/weight": (64, 6, 2, 2), f"{name}/weight": (24, 64)}
+    assert in_model(conv | norm, TORCH_BLOCK)[f"{name}/weight"] == "output"
+
+
+def test_auxiliary_heads_give_what_the_last_head_gives():
+    """Inception's `aux1/fc2`: numbered as repeated layers are."""
+    shapes = {
+        "aux1/fc1/kernel": (64, 256),
+        "aux1/fc2/kernel": (256, 10),
+        "aux2/fc1/kernel": (64, 256),
+        "aux2/fc2/kernel": (256, 10),
+        "fc/kernel": (64, 10),
+    }
+    found = in_model(shapes)
+    assert [p for p, role in found.items() if role in ("head", "output")] == [
+        "aux1/fc2/kernel",
+        "aux2/fc2/kernel",
+        "fc/kernel",
+    ]
+
+
+@pytest.mark.parametrize("name", ["dense", "DecoderLSTMCell_0/Dense_0"])
+def test_where_there_is_no_head_the_layer_that_gives_the_data_is_doubtful(name):
+    cell = {"lstm_cell/kernel": (20, 256), "lstm_cell/recurrent_kernel": (64, 256)}
+    found = roles({**cell, f"{name}/kernel": (64, 20)})
+    assert found[f"{name}/kernel"] == "data_output"
+    found = roles({**cell, f"{name}/kernel": (64, 20), "logits/kernel": (64, 9)})
+    assert found[f"{name}/kernel"] == "matrix"
+
+
+@pytest.mark.parametrize("name", ["final_proj", "last/linear", "output_layer", "proj_out"])
+def test_last_layers_as_wide_as_the_model_are_doubtful(name):
+    assert role_in_model(f"{name}/kernel", (64, 64)) == "inner_head"
+    assert role_in_model(f"layers/0/{name}/kernel", (64, 64)) == "matrix"
+
+
+def test_a_residual_beside_a_doubtful_output_is_doubtful():
+    shapes = {"horizon/output_layer/kernel": (64, 64), "horizon/residual_layer/kernel": (64, 64)}
+    assert set(in_model(shapes).values()) == {"inner_head"}
+
+
+@pytest.mark.parametrize("name", ["decoder_pred", "predict_notes", "lm_heads/0", "lm_heads/1"])
+def test_compound_and_plural_names_of_heads(name):
+    assert role_in_model(f"{name}/kernel", (64, 64)) == "head"
+
+
+@pytest.mark.parametrize("name", ["predictor_embed", "time_mapper", "cond_embeds_mapper"])
+def test_compound_names_of_hidden_layers(name):
+    assert role_in_model(f"{name}/weight", (64, 64), TORCH_BLOCK) in ("matrix", "embedding")
+
+
+def test_a_convolution_of_two_dims_is_depthwise():
+    assert role_in_model("layers/0/conv_1d/w", (4, 64)) == "depthwise"
+    assert role_in_model("layers/0/conv_1d/w", (64, 64)) == "matrix"
+
+
+def test_a_table_of_queries_may_be_beside_projections():
+    shapes = {
+        "pool/query": (20, 64),
+        "pool/ln_k/weight": (64,),
+        "pool/ln_q/weight": (64,),
+        "pool/attn/out_proj/weight": (64, 64),
+    }
+    assert in_model(shapes, TORCH_BLOCK)["pool/query"] == "table"
