@@ -1,50 +1,17 @@
-"""Who gets Muon in 45 PyTorch and 38 JAX models that nobody wrote for this library.
+"""Who gets Muon in PyTorch and JAX models that nobody wrote for this library: `model_corpus`."""
 
-`data/models.json.gz` is {model: [[path, shape, want, why]]}, from the modules of transformers,
-diffusers, timm and torchvision, layers that are alike told once; want is 'adam', 'muon', 'view'
-(three dims or more: AdamW until a view is declared) or 'either'. `data/jax_models.json.gz` is
-{model: {framework, tree, leaves: [[path, shape, want, why, axes, heads]]}}.
-"""
-
-import gzip
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import pytest
+from model_corpus import CORPORA, JAX, TORCH, Counts, Leaf, count, doubted, tree_of
 from shown import report
 
 from muon_optax import ParameterReport
 from muon_optax.partition import NO_VIEW
 
-DATA = Path(__file__).parent / "data"
-
-
-class Leaf(NamedTuple):
-    path: str
-    shape: tuple[int, ...]
-    want: str
-
-
-def read(name: str) -> Any:
-    return json.loads(gzip.decompress((DATA / name).read_bytes()))
-
-
-TORCH = {
-    f"torch {model}": [Leaf(path, tuple(shape), want) for path, shape, want, _ in rows]
-    for model, rows in read("models.json.gz").items()
-}
-JAX = {
-    f"jax {model}": [Leaf(path, tuple(shape), want) for path, shape, want, *_ in found["leaves"]]
-    for model, found in read("jax_models.json.gz").items()
-}
-FLAT = {
-    f"jax {model}" for model, found in read("jax_models.json.gz").items() if found["tree"] == "flat"
-}
-MODELS = TORCH | JAX
+PAGE = Path(__file__).parents[1] / "docs" / "who_gets_muon.md"
+MODELS = {**TORCH, **JAX}
 
 # Linear layers that are Muon's by the corpus and get AdamW: last layers with a few outputs that
 # nothing takes, and tables of position biases that are looked up with one-hot vectors.
@@ -57,40 +24,20 @@ AS_HEADS_OR_TABLES = {
 }
 
 
-def tree_of(model: str) -> Any:
-    """PyTorch's flat names, Keras' flat paths, and nested dicts for the rest."""
-    leaves = {leaf.path: jax.ShapeDtypeStruct(leaf.shape, jnp.float32) for leaf in MODELS[model]}
-    if model in TORCH or model in FLAT:
-        return leaves
-    tree: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        *above, last = path.split("/")
-        node = tree
-        for name in above:
-            node = node.setdefault(name, {})
-        node[last] = leaf
-    return tree
-
-
 @pytest.fixture(scope="module")
 def reports() -> dict[str, ParameterReport]:
-    return {model: report(tree_of(model)) for model in MODELS}
+    return {model: report(tree_of(MODELS[model])) for model in MODELS}
 
 
 def decided(found: ParameterReport, model: str) -> Iterator[tuple[Leaf, str, str]]:
     rows = {row.path: row for row in found.rows}
-    for leaf in MODELS[model]:
+    for leaf in MODELS[model].leaves:
         yield leaf, rows[leaf.path].optimizer, rows[leaf.path].reason
-
-
-def doubted(found: ParameterReport, leaf: Leaf) -> bool:
-    """Whether a warning of a doubtful choice names the leaf."""
-    return any(f"{leaf.path} {leaf.shape}" in text for text in found.warnings if "Rule(" in text)
 
 
 def test_the_whole_corpus_is_there():
     assert (len(TORCH), len(JAX)) == (45, 38)
-    assert sum(leaf.want == "muon" for rows in TORCH.values() for leaf in rows) == 478
+    assert sum(leaf.want == "muon" for rows in TORCH.values() for leaf in rows.leaves) == 478
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -124,21 +71,26 @@ def test_hidden_stacks_and_convolutions_are_not_lost_in_silence(model, reports):
     assert lost == set()
 
 
-def test_nearly_all_hidden_matrices_get_muon(reports):
-    for models in (TORCH, JAX):
-        hidden = [
-            optimizer
-            for model in models
-            for leaf, optimizer, _ in decided(reports[model], model)
-            if leaf.want == "muon" and len(leaf.shape) == 2
-        ]
-        assert hidden.count("muon") >= 0.98 * len(hidden)
+@pytest.fixture(scope="module")
+def counts() -> dict[str, Counts]:
+    return {name: count(models) for name, models in CORPORA.items()}
 
 
-def test_warnings_name_few_hidden_matrices(reports):
-    for models in (TORCH, JAX):
-        hidden = [
-            (model, leaf) for model in models for leaf in models[model] if leaf.want == "muon"
-        ]
-        named = [leaf for model, leaf in hidden if doubted(reports[model], leaf)]
-        assert len(named) <= 0.02 * len(hidden)
+@pytest.mark.parametrize("corpus", CORPORA)
+def test_no_corpus_has_a_silent_fault_nor_many_doubts(corpus, counts):
+    found = counts[corpus]
+    assert found.adam_silent == 0
+    assert found.on_muon >= 0.98 * found.hidden
+    assert found.named <= 0.02 * found.hidden
+
+
+def test_the_figures_of_the_page(counts):
+    rows = [
+        line.strip("|").split("|")
+        for line in PAGE.read_text().splitlines()
+        if line.startswith(("| PyTorch", "| JAX"))
+    ]
+    told = {
+        name.strip(): Counts(*(int(n.replace(",", "")) for n in cells)) for name, *cells in rows
+    }
+    assert told == counts

@@ -285,7 +285,7 @@ def test_an_order_that_nothing_tells_is_a_warning_with_a_rule():
 def test_the_rule_in_a_warning_ends_it():
     params = shapes_of({**BLOCK, "head/pre_logits/fc/kernel": (64, 64), "head/fc/kernel": (64, 10)})
     (text,) = report(params).warnings
-    assert "called heads get Muon" in text
+    assert "called heads or outputs get Muon" in text
     rule = "Rule('head/pre_logits/fc/kernel', 'adam')"
     assert f"partition=({rule}, *default_rules())" in text
     assert report(params, partition=(eval(rule), *default_rules())).warnings == ()

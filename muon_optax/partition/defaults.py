@@ -65,8 +65,9 @@ MATRIX_RULES = (
     ),
     _muon(
         "inner_head",
-        "weight matrix, though called a head",
-        "matrices that are called heads get Muon, since their outputs are as wide as hidden layers",
+        "weight matrix, though called a head or an output",
+        "matrices that are called heads or outputs get Muon, since their outputs are as wide as "
+        "hidden layers",
     ),
     _muon(
         "data_output",

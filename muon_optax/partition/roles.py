@@ -44,6 +44,7 @@ def _roles(leaves: tuple[tuple[Segments, Shape], ...]) -> tuple[Role, ...]:
 
 
 _MOST_HEADS = 128  # of an attention
+_MOST_LAYERS = 256  # of a stack of vectors; a `scale_bias` of [1536, 3072] multiplies
 _WINDOW = 8  # the longest of a depthwise convolution of two dims
 
 
@@ -127,7 +128,8 @@ def _is_norm(leaf: Leaf) -> bool:
     is_weight = name.is_weight and not name.is_kernel and len(leaf.shape) == 2
     if not is_weight or leaf.output_axis_by_bias is not None:
         return False
-    is_called_so = names.NORM.is_in(name.layer) or names.VECTOR.is_in(name.layer)
+    is_stack = names.VECTOR.is_in(name.layer) and min(leaf.shape) <= _MOST_LAYERS
+    is_called_so = names.NORM.is_in(name.layer) or is_stack
     multiplies = names.PROJECTION.is_in(name.layer) or names.CONDITION.is_in(name.layer)
     return is_called_so and not multiplies
 
