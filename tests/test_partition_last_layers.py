@@ -87,7 +87,36 @@ def test_compound_and_plural_names_of_heads(name):
 
 @pytest.mark.parametrize("name", ["predictor_embed", "time_mapper", "cond_embeds_mapper"])
 def test_compound_names_of_hidden_layers(name):
-    assert role_in_model(f"{name}/weight", (64, 64), TORCH_BLOCK) in ("matrix", "embedding")
+    shapes = {f"{name}/weight": (64, 64), f"{name}/bias": (64,)}
+    assert in_model(shapes, TORCH_BLOCK)[f"{name}/weight"] == "matrix"
+
+
+def test_a_mapper_of_embeddings_is_no_table_without_a_bias_either():
+    assert role_in_model("cond_embeds_mapper/weight", (128, 64), TORCH_BLOCK) == "transposed_matrix"
+
+
+def test_layers_that_make_biases_are_no_tables():
+    """Swin's position bias by an MLP, and FiLM's scale and shift in one layer."""
+    shapes = {
+        "layers/0/attn/position_bias_mlp/2/weight": (3, 64),
+        "layers/0/film/scale_bias/weight": (512, 1024),
+    }
+    found = in_model(shapes, TORCH_BLOCK)
+    assert set(found.values()) == {"transposed_matrix"}
+
+
+def test_a_projection_that_ends_a_model_is_doubtful():
+    """UniSpeech's `ctc_proj`, of 80 classes; CLIP's projections are nearly as wide as the model."""
+    head = {"lm_head/kernel": (64, 300)}
+    assert in_model({"ctc_proj/kernel": (64, 7), **head})["ctc_proj/kernel"] == "wide_output"
+    assert in_model({"text_proj/kernel": (64, 48), **head})["text_proj/kernel"] == "matrix"
+
+
+def test_keys_of_a_state_dict_tell_the_order_where_no_bias_does():
+    flat = roles({"blocks.0.mixer.weight": (96, 64), "blocks.0.other.weight": (64, 80)})
+    assert set(flat.values()) == {"transposed_matrix"}
+    nested = roles({"blocks/0/mixer/weight": (96, 64), "blocks/0/other/weight": (64, 80)})
+    assert "matrix_of_unknown_order" in nested.values()
 
 
 def test_a_convolution_of_two_dims_is_depthwise():

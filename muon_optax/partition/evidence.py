@@ -55,7 +55,7 @@ class Evidence:
         if role not in _HIDDEN or axis is None or self._is_alone or _is_gate(leaf):
             return role
         size, width = _outputs_first(leaf, axis)
-        if size != width and size in sizes and self._widths.is_free(size):
+        if leaf.is_repeated and size != width and size in sizes and self._widths.is_free(size):
             return "output"
         is_last = not sizes and not leaf.is_repeated and not _is_called_hidden(leaf)
         is_data = is_last and size != width and self._widths.is_data(size)

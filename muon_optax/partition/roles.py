@@ -67,8 +67,8 @@ def _by_name(leaf: Leaf, bases: set[Segments], widths: set[int]) -> Role | None:
         return "table"
     if _is_norm(leaf):
         return "norm"
-    if len(shape) == 2 and min(shape) <= _WINDOW and names.CONV.is_in(name.layer):
-        return "depthwise"  # [window, channels]
+    if _is_temporal(leaf):
+        return "depthwise"
     table = _table(leaf, widths)
     return "thin" if table is None and not name.is_plain and _is_thin(leaf) else table
 
@@ -110,6 +110,13 @@ def _is_vector(leaf: Leaf) -> bool:
 def _is_thin(leaf: Leaf) -> bool:
     """Whether an array of its own has one dim above 1, and a name."""
     return sum(n > 1 for n in leaf.shape) < 2 and bool(leaf.name.layer)
+
+
+def _is_temporal(leaf: Leaf) -> bool:
+    """Whether it is a convolution over time, a filter a channel: `conv_1d/w` [window, channels]."""
+    is_called_so = leaf.name.is_kernel and names.CONV.is_in(leaf.name.layer)
+    is_long = len(leaf.shape) == 2 and leaf.shape[1] >= _WINDOW * leaf.shape[0]
+    return is_called_so and is_long and leaf.shape[0] <= _WINDOW
 
 
 def _is_bias_table(leaf: Leaf) -> bool:
