@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from matplotlib.figure import Figure
 from PIL import Image
 
-from muon_optax import plan
+from muon_optax import muon, plan
 from muon_optax.polar import SCHEDULES
 
 SHOWN = ("jordan", "dion", "polar_express", "tight", "fast")
@@ -97,8 +97,10 @@ def bytes_by_strategy() -> Figure:
 
 def _received(devices: int, strategy: str) -> int:
     where = NamedSharding(AbstractMesh((devices,), ("fsdp",)), PartitionSpec(None, "fsdp"))
-    matrices = [jax.ShapeDtypeStruct((4096, 14336), "bfloat16")] * 64
-    return plan(matrices, where, strategy=strategy, device="h100").bytes
+    shape = jax.ShapeDtypeStruct((4096, 14336), "bfloat16")
+    matrices = {f"layer_{i}": shape for i in range(64)}
+    tx = muon(0.02, param_shardings=where, strategy=strategy, device="h100")
+    return plan(tx, matrices).bytes
 
 
 FIGURES: dict[str, Callable[[], Figure]] = {

@@ -37,9 +37,9 @@ def check_state(tx: optax.GradientTransformation, params: Any, state: Any) -> No
       Traceback (most recent call last):
         ...
       ValueError: this state can't go on with this optimizer:
-        inner_states/adam/inner_state/moments/mu/down: none in the state, float32(8, 4) wanted
-        inner_states/adam/inner_state/moments/nu/down: none in the state, float32(8, 4) wanted
-        inner_states/muon/inner_state/momentum/mu/down: float32(8, 4) in the state, none wanted
+        inner_states/adam/inner_state/0/mu/down: none in the state, float32(8, 4) wanted
+        inner_states/adam/inner_state/0/nu/down: none in the state, float32(8, 4) wanted
+        inner_states/muon/inner_state/0/mu/down: float32(8, 4) in the state, none wanted
     """
     want = dict(leaves_with_segments(jax.eval_shape(tx.init, params)))
     have = {_of_variable(path, want): leaf for path, leaf in leaves_with_segments(state)}

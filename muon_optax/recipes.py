@@ -89,7 +89,7 @@ def torch_muon(
     Example:
       >>> tx = torch_muon(0.02, adam_learning_rate=3e-4)
       >>> state = tx.init({"up": jnp.ones((4, 8)), "lm_head": jnp.ones((8, 4))})
-      >>> state.inner_states["muon"].inner_state["momentum"].mu["up"].shape
+      >>> state.inner_states["muon"].inner_state[0].mu["up"].shape
       (4, 8)
     """
     return _recipe("torch", learning_rate, weight_decay, options)
@@ -113,7 +113,7 @@ def keller_jordan(
 
     Example:
       >>> tx = keller_jordan(optax.linear_schedule(0.02, 0.0, 1000))
-      >>> tx.init(jnp.eye(2)).inner_states["muon"].inner_state["momentum"].mu.shape
+      >>> tx.init(jnp.eye(2)).inner_states["muon"].inner_state[0].mu.shape
       (2, 2)
     """
     return _recipe("keller_jordan", learning_rate, weight_decay, options)
@@ -136,7 +136,7 @@ def moonlight(
 
     Example:
       >>> tx = moonlight(2e-3, beta=0.9)
-      >>> tx.init(jnp.eye(2)).inner_states["muon"].inner_state["momentum"].mu.shape
+      >>> tx.init(jnp.eye(2)).inner_states["muon"].inner_state[0].mu.shape
       (2, 2)
     """
     return _recipe("moonlight", learning_rate, weight_decay, options, decays_all=True)
@@ -157,7 +157,7 @@ def llama_factory(
 
     Example:
       >>> state = llama_factory().init({"reembedded": jnp.ones((4, 8)), "up": jnp.ones((4, 8))})
-      >>> state.inner_states["adam"].inner_state["moments"].mu["reembedded"].shape
+      >>> state.inner_states["adam"].inner_state[0].mu["reembedded"].shape
       (4, 8)
     """
     who = (named_like("embed", "lm_head", "wte", "wpe", "lora"),)
@@ -195,7 +195,7 @@ def xtuner(
     Example:
       >>> tx = xtuner(num_experts=2, split_sizes={"qkv": (8, 2, 2)})
       >>> params = {"experts": {"fused_w1w3": jnp.ones((4, 16))}, "qkv": jnp.ones((4, 12))}
-      >>> tx.init(params).inner_states["muon"].inner_state["momentum"].mu["qkv"].shape
+      >>> tx.init(params).inner_states["muon"].inner_state[0].mu["qkv"].shape
       (4, 12)
     """
     rules = (
@@ -228,7 +228,7 @@ def areal(
 
     Example:
       >>> tx = areal(1e-3, scale="unit_rms_norm")
-      >>> tx.init(jnp.eye(2)).inner_states["muon"].inner_state["momentum"].mu.shape
+      >>> tx.init(jnp.eye(2)).inner_states["muon"].inner_state[0].mu.shape
       (2, 2)
     """
     matches_adamw = options.get("scale", "spectral") == "spectral"
@@ -269,7 +269,7 @@ def megatron(
       >>> tx = megatron(qkv_split=(8, 2, 2), query_groups=2)
       >>> params = {"linear_qkv": {"kernel": jnp.ones((4, 24))}}
       >>> state = tx.init(params)
-      >>> state.inner_states["muon"].inner_state["momentum"].mu["linear_qkv"]["kernel"].shape
+      >>> state.inner_states["muon"].inner_state[0].mu["linear_qkv"]["kernel"].shape
       (4, 24)
     """
     who = None
@@ -297,7 +297,7 @@ def transformer_engine(
 
     Example:
       >>> tx = transformer_engine(weight_decay_kind="l2")
-      >>> tx.init(jnp.eye(2)).inner_states["muon"].inner_state["momentum"].mu.shape
+      >>> tx.init(jnp.eye(2)).inner_states["muon"].inner_state[0].mu.shape
       (2, 2)
     """
     return _recipe("transformer_engine", learning_rate, weight_decay, options)
@@ -331,7 +331,7 @@ def dion(
     Example:
       >>> tx = dion(split_sizes={"query": 4})
       >>> params = {"query": jnp.ones((4, 16))}
-      >>> tx.init(params).inner_states["muon"].inner_state["momentum"].mu["query"].shape
+      >>> tx.init(params).inner_states["muon"].inner_state[0].mu["query"].shape
       (4, 16)
     """
     who = with_default_rules(fused_rules(split_sizes)) if split_sizes else None
@@ -354,7 +354,7 @@ def optax_muon(
 
     Example:
       >>> state = optax_muon(0.02).init({"embed": jnp.ones((4, 8))})
-      >>> state.inner_states["muon"].inner_state["momentum"].mu["embed"].shape
+      >>> state.inner_states["muon"].inner_state[0].mu["embed"].shape
       (4, 8)
     """
     return muon(learning_rate, **({"weight_decay": weight_decay, "partition": ()} | options))

@@ -80,7 +80,7 @@ def test_schedules_of_rate_and_decay_count_from_zero(kind):
 def test_the_state_of_the_momentum_comes_first_in_every_kind(kind):
     params, _ = trail()
     state: Any = muon(0.1, weight_decay=0.1, weight_decay_kind=kind).init(params)
-    first = state.inner_states["muon"].inner_state["momentum"]
+    first = state.inner_states["muon"].inner_state[0]
     assert type(first).__name__ == "MuonState"
     assert first._fields == ("count", "mu")
 
@@ -204,7 +204,7 @@ def test_moments_of_complex_leaves_are_complex(mu_dtype):
     updates, state, _ = run(tx, params, [params, params])
     exact, _, _ = run(optax.nadamw(0.1, weight_decay=0.0), params, [params, params])
     np.testing.assert_allclose(updates[1]["b"], exact[1]["b"], rtol=1e-2)
-    moments = state.inner_states["adam"].inner_state["moments"].mu
+    moments = state.inner_states["adam"].inner_state[0].mu
     assert moments["b"].dtype == jnp.complex64
     real = "float32" if mu_dtype in (None, "complex64") else mu_dtype
     assert moments["r"].dtype == real

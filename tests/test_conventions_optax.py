@@ -259,8 +259,8 @@ def test_tree_map_params_with_the_parameters_and_with_specs(place, options):
         transform_non_params=lambda _: P(),
         is_leaf=is_masked,
     )
-    assert tuple(specs.inner_states["muon"].inner_state["momentum"]) == (P(), SPECS)
-    assert specs.inner_states["adam"].inner_state["moments"].nu == SPECS
+    assert tuple(specs.inner_states["muon"].inner_state[0]) == (P(), SPECS)
+    assert specs.inner_states["adam"].inner_state[0].nu == SPECS
 
 
 @everywhere

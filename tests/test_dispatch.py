@@ -168,9 +168,9 @@ def test_tree_map_params_through_a_placeholder(partition, may_freeze, embedding)
     assert set(state.inner_states) == {"muon", "adam", *["frozen"] * may_freeze}
     got: Any = optax.tree_map_params(tx, lambda x: x + 1, state)
     assert jax.tree.structure(got) == jax.tree.structure(state)
-    assert float(got.inner_states["muon"].inner_state["momentum"].mu["mlp"]["kernel"][0, 0]) == 1
-    assert float(got.inner_states["adam"].inner_state["moments"].nu["mlp"]["bias"][0]) == 1
-    assert int(got.inner_states["muon"].inner_state["momentum"].count) == 0
+    assert float(got.inner_states["muon"].inner_state[0].mu["mlp"]["kernel"][0, 0]) == 1
+    assert float(got.inner_states["adam"].inner_state[0].nu["mlp"]["bias"][0]) == 1
+    assert int(got.inner_states["muon"].inner_state[0].count) == 0
 
 
 def test_a_state_without_a_place_for_frozen_leaves_goes_on_by_a_function_of_labels():

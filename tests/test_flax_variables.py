@@ -154,8 +154,8 @@ def test_partition_specs_have_the_structure_of_the_state():
     nnx.update(optimizer, jax.tree.map(put, state, specs))
     halves_of = nnx.as_pure(optimizer.opt_state).inner_states
     moments = [
-        halves_of["adam"].inner_state["moments"].nu["bias"],
-        halves_of["muon"].inner_state["momentum"].mu["up"],
+        halves_of["adam"].inner_state[0].nu["bias"],
+        halves_of["muon"].inner_state[0].mu["up"],
     ]
     assert [x.sharding.spec for x in moments] == [P("f"), P("f", None)]
 
@@ -197,7 +197,7 @@ def test_from_optax_and_state_shardings_mask_whole_variables():
     rows = jax.tree.map(lambda x: NamedSharding(mesh, P("f")), params)
     shardings = state_shardings(tx, params, rows)
     assert jax.tree.structure(shardings) == jax.tree.structure(want)
-    kept = shardings.inner_states["muon"].inner_state["momentum"].mu
+    kept = shardings.inner_states["muon"].inner_state[0].mu
     assert {x.spec for x in jax.tree.leaves(kept)} == {P("f")}
 
 
@@ -213,10 +213,7 @@ def test_a_variable_may_hold_several_leaves():
     boxed = {name: nnx.Param(x) for name, x in pure.items()}
     tx = make_tx()
     state = tx.init(boxed)
-    adam, muons = (
-        state.inner_states[label].inner_state[stage].mu
-        for label, stage in (("adam", "moments"), ("muon", "momentum"))
-    )
+    adam, muons = (state.inner_states[label].inner_state[0].mu for label in ("adam", "muon"))
     masked = optax.MaskedNode()
     assert adam["count"] == muons["count"] == muons["vectors"] == adam["w"] == masked
     assert muons["mixed"].get_value()["b"] == adam["mixed"].get_value()["w"] == masked
@@ -234,13 +231,10 @@ def test_linen_boxes_are_masked_as_a_whole():
 
     params = {"kernel": box(jnp.ones((4, 6)), "f", None), "bias": box(jnp.ones(6), "f")}
     state = make_tx().init(params)
-    adam, muons = (
-        state.inner_states[label].inner_state[stage].mu
-        for label, stage in (("adam", "moments"), ("muon", "momentum"))
-    )
+    adam, muons = (state.inner_states[label].inner_state[0].mu for label in ("adam", "muon"))
     assert adam["kernel"] == muons["bias"] == optax.MaskedNode()
     specs: Any = nn.get_partition_spec(state)
-    assert specs.inner_states["muon"].inner_state["momentum"].mu["kernel"] == P("f", None)
+    assert specs.inner_states["muon"].inner_state[0].mu["kernel"] == P("f", None)
     assert jax.tree.structure(specs) == jax.tree.structure(nn.unbox(state))
     updates, _ = make_tx().update(params, state, params)
     assert jax.tree.structure(updates) == jax.tree.structure(params)

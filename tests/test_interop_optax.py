@@ -21,7 +21,7 @@ def test_a_running_state_goes_on():
     _, state, params = run(theirs, PARAMS, GRADS[:2], jit=True)
     converted = from_optax(state, params)
     assert jax.tree.structure(converted) == jax.tree.structure(ours.init(params))
-    assert isinstance(converted.inner_states["muon"].inner_state["momentum"], MuonState)
+    assert isinstance(converted.inner_states["muon"].inner_state[0], MuonState)
     for grad in GRADS[2:]:
         want, state = jax.jit(theirs.update)(grad, state, params)
         got, converted = jax.jit(ours.update)(grad, converted, params)
@@ -86,7 +86,7 @@ def test_a_subtree_that_is_masked_whole():
     params = {"trained": PARAMS["w"], "frozen": {"a": PARAMS["w"], "b": PARAMS["b"]}}
     tx = optax.masked(optax.contrib.muon(0.1), {"trained": True, "frozen": False})
     converted: Any = from_optax(tx.init(params), params)
-    mu = converted.inner_state.inner_states["muon"].inner_state["momentum"].mu
+    mu = converted.inner_state.inner_states["muon"].inner_state[0].mu
     assert mu["frozen"] == optax.MaskedNode()
 
 

@@ -241,7 +241,7 @@ def test_export_after_import_is_the_identity():
     state = interop.from_optimizer_state(
         tx.init(params), params, dumps, count=3, names=names, layout=LAYOUT
     )
-    assert int(state.inner_states["muon"].inner_state["momentum"].count) == 3
+    assert int(state.inner_states["muon"].inner_state[0].count) == 3
     back = interop.to_optimizer_state(state, params, dumps, names=names, layout=LAYOUT)
     assert same_bits(back, dumps)
     fresh = torch_run(0)[1]
@@ -289,7 +289,7 @@ def test_a_torch_run_goes_on_in_jax():
     for got, wanted in zip(jax.tree.leaves(params), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(got, wanted, atol=2e-3)  # bfloat16 inside, at a rate of 0.02
     buffers = optimizers[0].state_dict()["state"]
-    mu = state.inner_states["muon"].inner_state["momentum"].mu["up"]["kernel"]
+    mu = state.inner_states["muon"].inner_state[0].mu["up"]["kernel"]
     np.testing.assert_allclose(mu.T, buffers[2]["momentum_buffer"], rtol=1e-6, atol=1e-7)
 
 
@@ -380,7 +380,7 @@ def test_other_systems_names_of_buffers(fields):
     got = interop.from_optimizer_state(
         tx.init(params), params, dump, count=5, names=names, fields=fields
     )
-    mu = got.inner_states["muon"].inner_state["momentum"].mu["up"]["kernel"]
+    mu = got.inner_states["muon"].inner_state[0].mu["up"]["kernel"]
     np.testing.assert_array_equal(mu, momentum.T)
     (back,) = interop.to_optimizer_state(got, params, dump, names=names, fields=fields)
     assert same_bits(back, dump)
@@ -397,7 +397,7 @@ def test_momentum_forms_are_converted_only_when_asked(dtype):
     for here, there in ways:
         got = interop.convert_momentum(states[here], 0.9, to=there)
         mu = [
-            s.inner_states["muon"].inner_state["momentum"].mu["w"].astype("float32")
+            s.inner_states["muon"].inner_state[0].mu["w"].astype("float32")
             for s in (got, states[there])
         ]
         np.testing.assert_allclose(*mu, rtol=1e-6 if dtype == jnp.float32 else 1e-2)
@@ -412,7 +412,7 @@ def test_the_page_about_torch_runs():
         exec(code, found)
     before = [optimizer.state_dict() for optimizer in found["optimizers"]]
     assert same_bits(found["dumps"], before)
-    assert int(found["state"].inner_states["muon"].inner_state["momentum"].count) == 3
+    assert int(found["state"].inner_states["muon"].inner_state[0].count) == 3
     assert found["written"].keys() == found["tensors"].keys() - {"transformer.h.0.attn.bias"}
     assert same_bits(found["restored"], found["tensors"])
     square = found["params"]["h"]["0"]["attn"]["c_proj"]["kernel"]

@@ -177,7 +177,7 @@ def test_optimizer_states_of_conv1d():
     state = interop.from_optimizer_state(fresh, params, dumps, count=2, layout=GPT2)
     names = [dict(net.named_parameters()), dumps[0]["param_groups"][0]["param_names"]]
     buffers = {name: dumps[0]["state"][i]["momentum_buffer"] for i, name in enumerate(names[1])}
-    mu = state.inner_states["muon"].inner_state["momentum"].mu
+    mu = state.inner_states["muon"].inner_state[0].mu
     block = mu["h"]["1"]
     np.testing.assert_array_equal(
         block["attn"]["c_proj"]["kernel"], buffers["h.1.attn.c_proj.weight"]
@@ -303,7 +303,7 @@ def test_momentum_of_a_transposed_convolution_goes_there_and_back():
     with pytest.warns(match="no leaf gets Muon"):
         fresh = tx.init(params)
     state = interop.from_optimizer_state(fresh, params, dump, count=1)
-    mu = state.inner_states["adam"].inner_state["moments"].mu["deconv"]["kernel"]
+    mu = state.inner_states["adam"].inner_state[0].mu["deconv"]["kernel"]
     first = dump["state"][0]["exp_avg"].numpy()
     np.testing.assert_array_equal(mu, first.transpose(2, 3, 0, 1)[::-1, ::-1])
     (back,) = interop.to_optimizer_state(state, params, dump)
@@ -393,10 +393,7 @@ def test_parameters_that_never_got_a_gradient():
     assert len(lines) == 4 + 2 * 4 + 2  # kernels, first and second moments of biases, the table
     state = interop.from_optimizer_state(fresh, params, dumps, missing="zero", **given)
     assert jax.tree.structure(state) == jax.tree.structure(fresh)
-    adam, muons = (
-        state.inner_states[label].inner_state[stage]
-        for label, stage in (("adam", "moments"), ("muon", "momentum"))
-    )
+    adam, muons = (state.inner_states[label].inner_state[0] for label in ("adam", "muon"))
     np.testing.assert_array_equal(muons.mu["h"]["1"]["mlp"]["c_fc"]["kernel"], np.zeros((8, 32)))
     np.testing.assert_allclose(muons.mu["head"]["kernel"], np.full((8, 8), 0.05), rtol=1e-6)
     np.testing.assert_array_equal(adam.nu["wte"]["embedding"], np.zeros((11, 8)))

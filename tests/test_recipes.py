@@ -216,7 +216,7 @@ def test_defaults_can_be_overridden(name, given, changes):
 
 
 def muon_paths(tx: Any, params: Any) -> set[str]:
-    mu = tx.init(params).inner_states["muon"].inner_state["momentum"].mu
+    mu = tx.init(params).inner_states["muon"].inner_state[0].mu
     return {
         jax.tree_util.keystr(k, simple=True) for k, _ in jax.tree_util.tree_leaves_with_path(mu)
     }
@@ -452,7 +452,7 @@ def test_torch_rewrites_its_momentum_and_this_does_not():
     ones = jnp.ones((5, 8), jnp.bfloat16)
     tx = recipes.torch_muon(0.0, beta=0.9, nesterov=False)
     _, state, _ = run(tx, ones, [ones])
-    ours = np.asarray(state.inner_states["muon"].inner_state["momentum"].mu, np.float64)
+    ours = np.asarray(state.inner_states["muon"].inner_state[0].mu, np.float64)
     np.testing.assert_allclose(ours, 0.1, rtol=4e-3)
     if torch.__version__ < "2.14":
         np.testing.assert_allclose(theirs, 0.158, rtol=4e-3)

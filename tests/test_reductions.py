@@ -110,7 +110,7 @@ def test_states_and_plans_of_reduced_types():
     structs = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), reduced
     )
-    abstract = tx.init(structs).inner_states["muon"].inner_state["momentum"].mu["up"]
+    abstract = tx.init(structs).inner_states["muon"].inner_state[0].mu["up"]
     assert abstract.sharding == NamedSharding(mesh(), SPECS["up"])
     (*rows, summed) = plan(reduced).rows
     assert tuple(rows) == plan(plain).rows

@@ -87,7 +87,7 @@ def test_each_leaf_and_its_state_keep_their_dtype_beside_complex_ones():
     updates, state, _ = run(tx, params, [params] * 3)
     assert all(dtypes(u) == dtypes(params) for u in updates)
     halves = state.inner_states
-    moments = [halves["muon"].inner_state["momentum"].mu, halves["adam"].inner_state["moments"].mu]
+    moments = [halves["muon"].inner_state[0].mu, halves["adam"].inner_state[0].mu]
     assert moments[0]["complex"].dtype == jnp.complex64
     assert moments[0]["real"].dtype == moments[1]["b"].dtype == jnp.float32
     alone, _, _ = run(tx, {"real": params["real"]}, [{"real": params["real"]}] * 3)
@@ -274,8 +274,8 @@ def test_every_mixture_of_dtypes(param, grad):
             return state, updates
 
         state = tx.init(params)
-        assert state.inner_states["muon"].inner_state["momentum"].mu["w"].dtype == mu
-        assert state.inner_states["adam"].inner_state["moments"].mu["b"].dtype == mu
+        assert state.inner_states["muon"].inner_state[0].mu["w"].dtype == mu
+        assert state.inner_states["adam"].inner_state[0].mu["b"].dtype == mu
         # Tracing the scan fails where a state's type changes.
         new, updates = jax.eval_shape(lambda s, step=step: jax.lax.scan(step, s, length=2), state)
         assert dtypes(new) == dtypes(state)
@@ -301,5 +301,5 @@ def test_double_precision_beside_single():
             assert reference.relative_error(got["double"], right) <= 1e-12
             assert reference.relative_error(got["single"], right) <= 1e-5
             np.testing.assert_allclose(got["b"], rest, rtol=1e-12)
-        moments = state.inner_states["muon"].inner_state["momentum"].mu
+        moments = state.inner_states["muon"].inner_state[0].mu
         assert moments["single"].dtype == jnp.float32

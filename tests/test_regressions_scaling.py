@@ -87,7 +87,7 @@ def test_the_factor_of_a_convolution_is_that_of_its_matrix():
 def test_depthwise_kernels_get_adamw_by_default():
     params = {"conv": jnp.ones((3, 3, 1, 8)), "conv1d": jnp.ones((4, 1, 64)), "w": jnp.eye(2)}
     state: Any = muon(0.1).init(params)
-    momenta = state.inner_states["muon"].inner_state["momentum"].mu
+    momenta = state.inner_states["muon"].inner_state[0].mu
     assert momenta["conv"] == momenta["conv1d"] == optax.MaskedNode()
     update = first_update(muon(0.1), params)
     want = first_update(optax.nadam(0.1), params)

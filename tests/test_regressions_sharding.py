@@ -148,7 +148,7 @@ def test_the_state_is_born_like_its_parameter(kind):
     params = {"kernel": jax.device_put(jnp.ones((16, 32), jnp.bfloat16), where)}
     tx = muon(0.1)
     state: Any = jax.jit(tx.init)(params)
-    mu = state.inner_states["muon"].inner_state["momentum"].mu["kernel"]
+    mu = state.inner_states["muon"].inner_state[0].mu["kernel"]
     sharded.assert_lies(mu, where)
     structs: Any = {"kernel": jax.ShapeDtypeStruct((16, 32), jnp.bfloat16)}
     for abstract in (jax.eval_shape(tx.init, params), tx.init(structs)):

@@ -184,7 +184,7 @@ def test_data_parallel_training_with_whole_parameters(check_vma):
     def body(param, mine):
         grad = jax.lax.pmean({"w": mine[0], "b": jnp.ones(32)}, "d")
         updates, state = tx.update(grad, tx.init(param), param)
-        return updates["w"], state.inner_states["muon"].inner_state["momentum"].mu["w"]
+        return updates["w"], state.inner_states["muon"].inner_state[0].mu["w"]
 
     mapped = jax.shard_map(
         body, mesh=mesh, in_specs=(P(), P("d")), out_specs=P(), check_vma=check_vma

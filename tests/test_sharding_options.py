@@ -83,13 +83,9 @@ def test_the_momentums_shardings_may_be_a_function():
     whole = jax.device_put(host(), NamedSharding(mesh("explicit"), WHOLE))
     tx: Any = muon(0.1, FAST, mu_shardings=by_rank)
     state = tx.init(whole)
-    (mu,) = jax.tree.leaves(state.inner_states["muon"].inner_state["momentum"].mu)
+    (mu,) = jax.tree.leaves(state.inner_states["muon"].inner_state[0].mu)
     sharded.assert_lies(mu, NamedSharding(mesh("explicit"), ROWS))
-    found = (
-        state_shardings(tx, whole, mu_shardings=by_rank)
-        .inner_states["muon"]
-        .inner_state["momentum"]
-    )
+    found = state_shardings(tx, whole, mu_shardings=by_rank).inner_states["muon"].inner_state[0]
     assert jax.tree.leaves(found.mu) == [NamedSharding(mesh("explicit"), ROWS)]
 
 

@@ -112,9 +112,9 @@ def test_abstract_parameters_have_an_abstract_state():
     params = huge()
     state = tx.init(params)
     assert state == jax.eval_shape(tx.init, params)
-    (mu,) = jax.tree.leaves(state.inner_states["muon"].inner_state["momentum"].mu)
+    (mu,) = jax.tree.leaves(state.inner_states["muon"].inner_state[0].mu)
     assert mu == jax.ShapeDtypeStruct(HUGE["up"], "float32")
-    first = state.inner_states["adam"].inner_state["moments"]
+    first = state.inner_states["adam"].inner_state[0]
     assert first.nu["embed"] == jax.ShapeDtypeStruct(HUGE["embed"], "bfloat16")
     assert first.count == jax.ShapeDtypeStruct((), "int32")
 
@@ -132,7 +132,7 @@ def test_an_abstract_state_says_how_it_is_sharded():
     assert shardings == state_shardings(
         tx, params, where, mu_shardings={**where, "up": there["up"]}
     )
-    mu = shardings.inner_states["muon"].inner_state["momentum"].mu["up"]
+    mu = shardings.inner_states["muon"].inner_state[0].mu["up"]
     assert mu.spec == P("x", "y")
 
 
@@ -453,8 +453,8 @@ def test_leaves_that_a_prefix_of_the_momentum_can_not_cut_are_replicated():
     rows, whole = NamedSharding(mesh, P("f")), NamedSharding(mesh, P())
     tx: Any = muon(0.1, mu_shardings=rows)
     found = state_shardings(tx, params, whole, mu_shardings=rows)
-    assert found.inner_states["muon"].inner_state["momentum"].mu["kernel"] == rows
-    assert found.inner_states["adam"].inner_state["moments"].mu["bias"] == whole
+    assert found.inner_states["muon"].inner_state[0].mu["kernel"] == rows
+    assert found.inner_states["adam"].inner_state[0].mu["bias"] == whole
 
 
 def test_an_entry_of_a_leafs_own_that_can_not_cut_it_is_an_error_that_names_it():

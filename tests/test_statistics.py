@@ -32,6 +32,7 @@ def rms(x: Any) -> float:
 
 
 def stats(x: Any, view: Any = None, **options: Any) -> UpdateStats:
+    view = view or MuonDimensionNumbers(0, 1)
     found = update_stats({"w": x}, muon_weight_dimension_numbers=view, **options)
     return found["w"]
 
@@ -239,12 +240,12 @@ def test_cost_is_small():
 MESH_TEST = """
 import jax, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from muon_optax import MuonDimensionNumbers
-from shown import update_stats
+from muon_optax import MuonDimensionNumbers, muon, update_stats
 
 x = np.random.default_rng(0).normal(size=(4, 8, 16)).astype(np.float32)
 sigma = np.linalg.svd(x.astype(np.float64), compute_uv=False)
-run = jax.jit(lambda u: update_stats(u, muon_weight_dimension_numbers=MuonDimensionNumbers(1, 2)))
+tx = muon(0.02, muon_weight_dimension_numbers=MuonDimensionNumbers(1, 2))
+run = jax.jit(lambda u: update_stats(tx, u))
 for kind, spec in (
     (AxisType.Explicit, P(None, "x", "y")),
     (AxisType.Explicit, P("x", None, "y")),

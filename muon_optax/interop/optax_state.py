@@ -45,7 +45,7 @@ def from_optax(state: Any, params: Any) -> Any:
       >>> from muon_optax.recipes import optax_muon
       >>> params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
       >>> state = from_optax(optax.contrib.muon(0.02).init(params), params)
-      >>> state.inner_states["muon"].inner_state["momentum"]._fields
+      >>> state.inner_states["muon"].inner_state[0]._fields
       ('count', 'mu')
       >>> jax.tree.structure(state) == jax.tree.structure(optax_muon(0.02).init(params))
       True
@@ -56,7 +56,9 @@ def from_optax(state: Any, params: Any) -> Any:
         raise ValueError(f"the state has no optax.contrib MuonState to convert; it has {kinds}")
     _check_shapes(moments, params)
     others = {path for path, leaf in leaves_with_segments(params) if not is_float_leaf(leaf)}
-    return jax.tree.map(lambda x: _half(x, others), state, is_leaf=_is_half)
+    return jax.tree.map(
+        lambda x: _converted(x, others) if _is_moments(x) else x, state, is_leaf=_is_moments
+    )
 
 
 def _moments(state: Any) -> list[Any]:
@@ -65,23 +67,6 @@ def _moments(state: Any) -> list[Any]:
 
 def _is_moments(x: Any) -> bool:
     return isinstance(x, OptaxMuonState | MuonState | optax.ScaleByAdamState)
-
-
-def _is_half(x: Any) -> bool:
-    """Whether `x` is the state of a half's chain, which begins with its moments."""
-    return type(x) is tuple and bool(x) and _is_moments(x[0])
-
-
-def _half(x: Any, others: set[Segments]) -> Any:
-    """Our state of a half, by the names of stages; optax's chains end with decay and rate."""
-    if not _is_half(x):
-        return x
-    moments, *_, decay, rate = x
-    stages = {"weight_decay": decay, "learning_rate": rate}
-    if isinstance(moments, optax.ScaleByAdamState):
-        return {"moments": _converted(moments, others), **stages}
-    empty = optax.EmptyState()
-    return {"momentum": _converted(moments, others), "shape_scale": empty, **stages}
 
 
 def _converted(moments: Any, others: set[Segments]) -> Any:

@@ -114,7 +114,7 @@ def from_optimizer_state(
       >>> params = {"up": {"kernel": jnp.ones((2, 3))}}
       >>> fresh = torch_muon().init(params)
       >>> state = from_optimizer_state(fresh, params, run.state_dict(), count=1)
-      >>> print(state.inner_states["muon"].inner_state["momentum"].mu["up"]["kernel"])
+      >>> print(state.inner_states["muon"].inner_state[0].mu["up"]["kernel"])
       [[0.1 0.1 0.1]
        [0.1 0.1 0.1]]
     """

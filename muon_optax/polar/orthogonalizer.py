@@ -177,12 +177,22 @@ class NewtonSchulz:
         rounds = self.rounds(self.products_dtype(jnp.dtype(dtype)))
         if rounds or (rounds is None and jax.default_backend() != "cpu"):
             return "standard"
+        return "gram" if self.gram_has_fewer_flops(m, n) else "standard"
+
+    def gram_has_fewer_flops(self, m: int, n: int) -> bool:
+        """Whether the Gram method takes fewer operations, symmetric products counted as half.
+
+        Example:
+          >>> orthogonalizer = NewtonSchulz(resolve_schedule("jordan"))
+          >>> orthogonalizer.gram_has_fewer_flops(64, 256), orthogonalizer.gram_has_fewer_flops(8, 8)
+          (True, False)
+        """
         m, n = sorted((m, n))
         steps, passes = len(self.schedule.rows), self.schedule.passes
         small, large = hermitian_flops(m, m), hermitian_flops(m, n) + 2 * m * m * n
         standard = steps * (large + small)
         gram = passes * large + (4 * steps - 3 * passes) * small
-        return "gram" if gram < standard else "standard"
+        return gram < standard
 
     def products_dtype(self, own: Any) -> Any:
         """The dtype of the products for input of dtype `own`.

@@ -119,12 +119,12 @@ def as_stage(transformation: optax.GradientTransformation) -> Stage:
 
 
 def in_order(stages: Mapping[str, Stage], order: Sequence[str]) -> Stage:
-    """Named stages as one, whose state is a dict of their states.
+    """Named stages as one, whose state is a tuple of their states, as that of `optax.chain`.
 
     Args:
-      stages: by name.
-      order: the names in the order in which updates pass; each once. Not that of the states, which
-        have names, so that a checkpoint doesn't depend on it.
+      stages: by name, in the order of their states.
+      order: the names in the order in which updates pass; each once. The states don't depend on it,
+        so that one kind of weight decay can go on with the checkpoint of another.
 
     Returns:
       The stage.
@@ -140,15 +140,15 @@ def in_order(stages: Mapping[str, Stage], order: Sequence[str]) -> Stage:
         raise ValueError(f"the order must name each stage once: got {order} for {(*stages,)}")
 
     def init(params, leaves):
-        return {name: stage.init(params, leaves) for name, stage in stages.items()}
+        return tuple(stage.init(params, leaves) for stage in stages.values())
 
     def update(updates, state, params, leaves, **extra_args):
-        new = dict(state)
+        new = dict(zip(stages, state, strict=True))
         for name in order:
             updates, new[name] = stages[name].update(
-                updates, state[name], params, leaves, **extra_args
+                updates, new[name], params, leaves, **extra_args
             )
-        return updates, new
+        return updates, tuple(new.values())
 
     return Stage(init, update)
 

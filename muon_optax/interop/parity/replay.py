@@ -137,7 +137,7 @@ class _JaxSide:
         self.tx = _optimizer(case, {_flax_name(str(key)) for key in record["muon"]})
         self.tree = self._placed(_leaves(record, "param/0/"))
         self.state = jax.jit(self.tx.init)(self.tree)
-        self.muon = set(self._named(self.state.inner_states["muon"].inner_state["momentum"].mu))
+        self.muon = set(self._named(self.state.inner_states["muon"].inner_state[0].mu))
         wanted = {_flax_name(str(key)) for key in record["muon"]}
         if self.muon != wanted:
             raise ValueError(f"Muon is for {sorted(self.muon)} here, in torch for {sorted(wanted)}")
@@ -158,9 +158,8 @@ class _JaxSide:
 
     def momentum(self) -> dict[str, np.ndarray]:
         """Muon's momentum and AdamW's first moment."""
-        stages = {"muon": "momentum", "adam": "moments"}
         states = self.state.inner_states
-        halves = [states[name].inner_state[stage].mu for name, stage in stages.items()]
+        halves = [states[name].inner_state[0].mu for name in ("muon", "adam")]
         return {name: x for half in halves for name, x in self._named(half).items()}
 
     def _named(self, tree: Any) -> dict[str, np.ndarray]:
