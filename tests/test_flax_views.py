@@ -368,7 +368,7 @@ def test_axes(tree, path, axes):
         shapes(stem__kernel=(2, 3, 3, 4, 8)),  # a window of three dims, or two of two
         shapes(stem__kernel=(4, 1, 8192)),  # depthwise, or 4 matrices of one row
         shapes(query__kernel=(3, 4, 2, 8)),
-        shapes(out__kernel=(3, 2, 8, 4)),
+        shapes(attn__out__kernel=(3, 2, 8, 4)),
     ],
 )
 def test_axes_that_nothing_tells_warn_and_get_adamw(tree):

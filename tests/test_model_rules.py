@@ -183,7 +183,7 @@ def test_heads_by_name():
         Layer(("head", "fc2"), (8, 32), frozenset({32}), 8),
     ]
     assert heads_by_name(pooling, frozenset({8})) == set()
-    assert heads_by_name(layers(("score", 8, 2), ("classifier", 8, 8)), frozenset({8})) == {
+    assert heads_by_name(layers(("mix", 8, 2), ("classifier", 8, 8)), frozenset({8})) == {
         ("classifier", "w")
     }
 

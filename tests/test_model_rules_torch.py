@@ -257,14 +257,16 @@ def test_bare_parameters():
             super().__init__()
             self.cls_token = nn.Parameter(torch.empty(1, 1, 8))
             self.rel_pos_h = nn.Parameter(torch.empty(27, 8))
+            self.mix_h = nn.Parameter(torch.empty(27, 8))
             self.gamma = nn.Parameter(torch.empty(8))
             self.linear = nn.Linear(8, 8, bias=False)
 
-    with pytest.warns(MuonWarning, match=r"which get AdamW; put a Rule in front.*: rel_pos_h \(27"):
+    with pytest.warns(MuonWarning, match=r"which get AdamW; put a Rule in front.*: mix_h \(27"):
         found = read(Model)
     assert found == {
         "cls_token": "at most one dim above 1",
-        "rel_pos_h": "unknown use in Model",
+        "rel_pos_h": "table",
+        "mix_h": "unknown use in Model",
         "gamma": "fewer than two dims",
         "linear.weight": [(1, 8, 8)],
     }

@@ -182,7 +182,7 @@ IMPOSSIBLE = [
         "gram",
         (64, 256),
         P(None, "f"),
-        {"muon_weight_dimension_numbers": {"decoder": {"w": MatrixView(0, 1, heads=4)}}},
+        {"muon_weight_dimension_numbers": {"attn": {"w": MatrixView(0, 1, heads=4)}}},
         "fused blocks",
     ),
 ]
@@ -192,9 +192,9 @@ IMPOSSIBLE = [
 def test_an_impossible_strategy_is_an_error_that_says_what_is_possible(
     strategy, shape, spec, options, message
 ):
-    params = {"decoder": {"w": jax.ShapeDtypeStruct(shape, "float32")}}
+    params = {"attn": {"w": jax.ShapeDtypeStruct(shape, "float32")}}
     where = NamedSharding(FLAT, spec)
-    match = rf"(?s)decoder/w.*'{strategy}'.*possible.*'all_to_all', 'gather'"
+    match = rf"(?s)attn/w.*'{strategy}'.*possible.*'all_to_all', 'gather'"
     with pytest.raises(ValueError, match=match) as caught:
         plan(params, where, strategy=strategy, **options)
     assert message in str(caught.value)

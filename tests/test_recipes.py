@@ -226,10 +226,11 @@ MODEL = {
     "embed_tokens": jnp.ones((32, 4)),
     "PatchEmbedder": jnp.ones((4, 4)),
     "wte": jnp.ones((32, 4)),
-    "wpe2": jnp.ones((8, 4)),
+    "wpe2": jnp.ones((6, 4)),
     "q_lora_a": jnp.ones((4, 2)),
     "lm_head": jnp.ones((4, 32)),
     "up": jnp.ones((4, 8)),
+    "down": jnp.ones((8, 4)),
     "gate": jnp.ones((4, 1)),
     "norm": jnp.ones(4),
 }
@@ -238,9 +239,9 @@ MODEL = {
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
-        ("llama_factory", {"up", "gate"}),
-        ("xtuner", {"PatchEmbedder", "wte", "wpe2", "q_lora_a", "up"}),
-        ("torch_muon", {"PatchEmbedder", "up"}),  # by words: wpe2, q_lora_a
+        ("llama_factory", {"up", "down", "gate"}),
+        ("xtuner", {"PatchEmbedder", "wte", "wpe2", "q_lora_a", "up", "down"}),
+        ("torch_muon", {"PatchEmbedder", "up", "down"}),  # by words: wpe2, q_lora_a
         ("optax_muon", set(MODEL) - {"norm"}),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 import reference
 from running import first_update
 
-from muon_optax import MatrixView, MuonDimensionNumbers, muon
+from muon_optax import MatrixView, MuonDimensionNumbers, MuonWarning, muon
 
 # The layout convention flips the aspect factor.
 # https://github.com/google-deepmind/optax/issues/1249
@@ -86,10 +86,13 @@ def test_the_factor_of_a_convolution_is_that_of_its_matrix():
 
 def test_depthwise_kernels_get_adamw_by_default():
     params = {"conv": jnp.ones((3, 3, 1, 8)), "conv1d": jnp.ones((4, 1, 64)), "w": jnp.eye(2)}
-    state: Any = muon(0.1).init(params)
+    with pytest.warns(
+        MuonWarning, match=r"one input channel get AdamW.*conv \(3, 3, 1, 8\), conv1d"
+    ):
+        state: Any = muon(0.1).init(params)
     momenta = state.inner_states["muon"].inner_state[0].mu
     assert momenta["conv"] == momenta["conv1d"] == optax.MaskedNode()
-    update = first_update(muon(0.1), params)
+    update, _ = muon(0.1).update(params, state, params)
     want = first_update(optax.nadam(0.1), params)
     for name in ("conv", "conv1d"):
         np.testing.assert_allclose(update[name], want[name], rtol=1e-6)
@@ -152,10 +155,10 @@ def assert_blocks_equal_leaves(blocks, fused, view, take, **options):
     """Compares a fused leaf with separate [fan-in, fan-out] leaves; `take` cuts the fused one."""
     params = {"fused": jnp.asarray(fused)}
     got = first_update(muon(0.1, muon_weight_dimension_numbers=view, **options), params)["fused"]
-    separate = {str(i): jnp.asarray(x) for i, x in enumerate(blocks)}
+    separate = {f"part_{i}": jnp.asarray(x) for i, x in enumerate(blocks)}
     want = first_update(muon(0.1, **options), separate)
     for i, part in enumerate(take(got)):
-        assert reference.relative_error(part, want[str(i)]) <= 1e-5, i
+        assert reference.relative_error(part, want[f"part_{i}"]) <= 1e-5, i
 
 
 @pytest.mark.parametrize("options", [{}, {"consistent_rms": 0.2}, {"adaptive": True}], ids=str)
@@ -246,23 +249,23 @@ def test_decay_times_the_rate_on_muon_leaves_only():
     np.testing.assert_allclose(update["b"], -0.05 * np.ones(2), rtol=1e-6)
 
 
-NESTED = {"block": {"a": jnp.eye(2), "b": jnp.eye(2)}, "last": {"c": jnp.eye(2)}}
+NESTED = {"block": {"a": jnp.eye(2), "b": jnp.eye(2)}, "rest": {"c": jnp.eye(2)}}
 
 
 @pytest.mark.parametrize(
     ("mask", "decayed"),
     [
-        ({"block": {"a": True, "b": False}, "last": {"c": True}}, "ac"),
-        ({"block": False, "last": True}, "c"),
+        ({"block": {"a": True, "b": False}, "rest": {"c": True}}, "ac"),
+        ({"block": False, "rest": True}, "c"),
         (True, "abc"),
         (False, ""),
         (lambda params: jax.tree.map(lambda x: x.shape == (2, 2), params), "abc"),
-        (lambda params: {"block": True, "last": False}, "ab"),
+        (lambda params: {"block": True, "rest": False}, "ab"),
     ],
 )
 def test_masks_of_the_decay(mask, decayed):
     update = zero_gradient_update(NESTED, 0.5, weight_decay=0.1, weight_decay_mask=mask)
-    for name, leaf in (update["block"] | update["last"]).items():
+    for name, leaf in (update["block"] | update["rest"]).items():
         want = -0.05 * np.eye(2) if name in decayed else np.zeros((2, 2))
         np.testing.assert_allclose(leaf, want, rtol=1e-6)
 

@@ -45,6 +45,9 @@ SHARED = {"layers": {"norm": {"scale": ones(3, 8)}, "step": {"scale": ones(8)}}}
 SHARED["layers"]["attn"] = {"q": ones(3, 8, 6), "o": ones(3, 6, 8)}
 STEM = {"stem": {"kernel": ones(3, 3, 1, 8)}, "up": {"kernel": ones(8, 16)}}
 GROUPS = {"a": {"kernel": ones(3, 32)}, "b": {"kernel": ones(3, 3, 8, 32), "bias": ones(32)}}
+ORDER = {"mix": {"weight": ones(4, 6)}}
+LAST = {"block": {"a": ones(2, 2), "b": ones(2, 2)}, "last": {"c": ones(2, 2)}}
+WIDE = {"a": {"kernel": ones(8, 8)}, "b": {"kernel": ones(8, 20)}}
 TIED = dict.fromkeys(("up", "lm_head"), W["w"])
 QKV = {"qkv": ones(64, 80)}
 HALF = {"w": ones(4, 4).astype(jnp.bfloat16)}
@@ -144,6 +147,10 @@ CASES: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
     ),
     (ruled(STEM), ruled(STEM, Rule("stem", "muon"))),
     (ruled(GROUPS), ruled(GROUPS, Rule("b", "muon", view=MatrixView((0, 1, 2), 3, heads=4)))),
+    (init(ORDER), labelled((Rule("mix", "muon", view=MatrixView(1, 0)), *RULES), ORDER)),
+    (init(LAST), labelled((Rule("last/c", "adam"), *RULES), LAST)),
+    (init(WIDE), labelled((Rule("b", "muon"), *RULES), WIDE)),
+    (init([ones(4, 6), ones(6, 4)]), init({"a": ones(4, 6), "b": ones(6, 4)})),
     (init(TIED), labelled((Rule("up", "adam"), *RULES), {**TIED, "v": TWO["v"]})),
     (labelled((Rule("v", "adam"), *RULES)), labelled((Rule("v", "adam"), *RULES), TWO)),
     (

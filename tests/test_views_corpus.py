@@ -73,7 +73,9 @@ def test_views_of_the_models_of_the_corpus(name, monkeypatch):
     leaves = leaves_of(name)
     adams = {leaf.path for leaf in leaves if leaf.label == "adam"}
     # which leaves are embeddings and heads isn't asked here, but in the tests of the partition
-    monkeypatch.setattr(flax, "_adams", lambda shapes: {p for p in shapes if path_name(p) in adams})
+    monkeypatch.setattr(
+        flax, "_adams", lambda stacks, _: {p for p in stacks if path_name(p) in adams}
+    )
     views, text = views_and_warnings(name)
     matrices = [leaf for leaf in leaves if leaf.axes is not None]
     bound = {x.path: bind_view(views[x.path], tuple(x.shape)) for x in matrices if views[x.path]}

@@ -1,6 +1,7 @@
 """Views of real Flax modules against the axes that the modules themselves sum over."""
 
 import functools
+import re
 import warnings
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from modules_oracle import Axes, Layer, linen_layers, nnx_layers, stacked
 
 from muon_optax import MuonWarning, flax_matrix_views
 from muon_optax.matrix_view import bind_view, is_view
-from muon_optax.tree_paths import leaves_with_segments, path_name
+from muon_optax.tree_paths import leaves_with_segments, path_name, unnumbered
 
 VMAP: Any = nn.vmap  # its annotations are narrower than what it takes
 
@@ -37,13 +38,14 @@ def outcome(params: Any, layers: dict[str, Layer]) -> Outcome:
         warnings.simplefilter("always", MuonWarning)
         views = flax_matrix_views(params)
     text = "\n".join(str(record.message) for record in records)
+    named = {unnumbered(path) for path in re.findall(r"(\S+) \(", text)}
     shapes = {path_name(path): x.shape for path, x in leaves_with_segments(params)}
     found = leaves_with_segments(views, lambda x: x is None or is_view(x))
     views = {path_name(path): view for path, view in found}
     result = Outcome(set(), set(), set(), set())
     for path, layer in layers.items():
         if views[path] is None:
-            (result.warned if f"{path} (" in text else result.left_out).add(path)
+            (result.warned if unnumbered(path) in named else result.left_out).add(path)
             continue
         bound = bind_view(views[path], shapes[path])
         axes = bound.batch_axes, bound.reduction_axes, bound.output_axes
@@ -304,7 +306,7 @@ class NnxLayers(nnx.Module):
         self.general = nnx.LinearGeneral((2, 8), (3, 5), axis=(-2, -1), rngs=rngs)
         self.batched = nnx.LinearGeneral(8, 6, axis=-1, batch_axis={0: 3}, rngs=rngs)
         self.einsum = nnx.Einsum("btd,dnh->btnh", (16, 2, 5), (2, 5), rngs=rngs)
-        self.heads_first = nnx.Einsum("btd,ndh->btnh", (3, 16, 7), (3, 7), rngs=rngs)
+        self.across_first = nnx.Einsum("btd,ndh->btnh", (3, 16, 7), (3, 7), rngs=rngs)
         self.back = nnx.Einsum("btf,df->btd", (16, 40), (16,), rngs=rngs)
         self.conv = nnx.Conv(16, 20, (3, 3), rngs=rngs)
         self.conv_1d = nnx.Conv(20, 16, (3,), use_bias=False, rngs=rngs)
@@ -320,7 +322,7 @@ class NnxLayers(nnx.Module):
 def test_nnx_layers_of_every_kind():
     params, layers = nnx_layers(NnxLayers)
     found = outcome(params, layers)
-    assert found.by_heads == {"heads_first/kernel"}
+    assert found.by_heads == {"across_first/kernel"}
     assert found.right == set(layers) - found.by_heads
 
 

@@ -15,6 +15,7 @@ from muon_optax.partition.defaults import default_rules
 from muon_optax.partition.rules import (
     LABELS,
     Label,
+    RolePattern,
     Rule,
     Shape,
     first_match,
@@ -33,6 +34,7 @@ __all__ = [
     "Decision",
     "Label",
     "Partition",
+    "RolePattern",
     "Rule",
     "Shape",
     "Views",

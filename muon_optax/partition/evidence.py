@@ -157,7 +157,7 @@ class Evidence:
             return "wide_output" if is_slim else None
         if size >= VOCABULARY * width:
             return "tall_table"
-        if self._widths.is_fused(size, width):
+        if self._widths.is_fused(size, width) or self._widths.is_added_to_fused(leaf, size):
             return None
         return "output" if size <= width else "wide_output"
 

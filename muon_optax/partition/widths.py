@@ -1,12 +1,14 @@
 """The sizes of a tree: what its layers take, what they give, and how wide its norms are."""
 
 import collections
+import functools
 import math
 from collections.abc import Iterable, Sequence
 
 from muon_optax.partition import names
 from muon_optax.partition.order import Order
 from muon_optax.partition.tree import Leaf, Role
+from muon_optax.tree_paths import Segments
 
 __all__ = ["IMAGE_CHANNELS", "VOCABULARY", "Widths", "is_multiple"]
 
@@ -57,6 +59,22 @@ class Widths:
         self.outputs = collections.Counter(self._outputs(rest))
         self.given_maps = {*self._outputs(maps), *self.norms}
         self.given = {*self.outputs, *self._columns, *self.norms, *self._hidden_sizes(rest)}
+
+        self._rest = rest
+
+    @functools.cached_property
+    def _fused(self) -> set[tuple[Segments, int]]:
+        """Modules and sizes of fused outputs in them."""
+        found = set()
+        for leaf in (x for x in self._rest if x.name.parent):  # at the root all are beside
+            axis = self.order.output_axis(leaf) if len(leaf.shape) == 2 else None
+            if axis is not None and self.is_fused(leaf.shape[axis], leaf.shape[1 - axis]):
+                found.add((leaf.name.parent, leaf.shape[axis]))
+        return found
+
+    def is_added_to_fused(self, leaf: Leaf, size: int) -> bool:
+        """Whether a layer beside has as many outputs, which are fused, as in recurrent cells."""
+        return (leaf.name.parent, size) in self._fused
 
     def _outputs(self, leaves: Iterable[Leaf]) -> Iterable[int]:
         axes = ((leaf, self.order.output_axis(leaf)) for leaf in leaves)

@@ -164,34 +164,38 @@ class NewtonSchulz:
         """The method for m×n matrices of `dtype`.
 
         For 'auto', it is the one with fewer operations, but 'standard' where products round what
-        they take in, as float32 does by default on the accelerators of this process: the Gram
-        method must not, and its products take several times as long there.
+        they take in, as float32 does by default on the accelerators of this process: the small
+        products of the Gram method must not, and take several times as long there. Half precision
+        on CPU takes as long as float32, and there fewer operations are faster.
 
         Example:
           >>> orthogonalizer = NewtonSchulz(resolve_schedule("jordan"))
-          >>> [orthogonalizer.chosen_method(64, 256, dtype) for dtype in ("float32", "bfloat16")]
+          >>> [orthogonalizer.chosen_method(m, 256, "float32") for m in (64, 256)]
           ['gram', 'standard']
         """
         if self.method != "auto":
             return self.method
-        rounds = self.rounds(self.products_dtype(jnp.dtype(dtype)))
-        if rounds or (rounds is None and jax.default_backend() != "cpu"):
+        products = self.products_dtype(jnp.dtype(dtype))
+        is_half = products.itemsize < 4
+        rounds = self.rounds(products)
+        if (rounds and not is_half) or (rounds is not False and jax.default_backend() != "cpu"):
             return "standard"
-        return "gram" if self.gram_has_fewer_flops(m, n) else "standard"
+        return "gram" if self.gram_has_fewer_flops(m, n, is_half=is_half) else "standard"
 
-    def gram_has_fewer_flops(self, m: int, n: int) -> bool:
+    def gram_has_fewer_flops(self, m: int, n: int, *, is_half: bool) -> bool:
         """Whether the Gram method takes fewer operations, symmetric products counted as half.
 
         Example:
           >>> orthogonalizer = NewtonSchulz(resolve_schedule("jordan"))
-          >>> orthogonalizer.gram_has_fewer_flops(64, 256), orthogonalizer.gram_has_fewer_flops(8, 8)
-          (True, False)
+          >>> [orthogonalizer.gram_has_fewer_flops(64, n, is_half=False) for n in (256, 64)]
+          [True, False]
         """
         m, n = sorted((m, n))
         steps, passes = len(self.schedule.rows), self.schedule.passes
         small, large = hermitian_flops(m, m), hermitian_flops(m, n) + 2 * m * m * n
+        second_part = 2 * m * m * n if is_half else 0  # of Q, see `gram_flops`
         standard = steps * (large + small)
-        gram = passes * large + (4 * steps - 3 * passes) * small
+        gram = passes * (large + second_part) + (4 * steps - 3 * passes) * small
         return gram < standard
 
     def products_dtype(self, own: Any) -> Any:

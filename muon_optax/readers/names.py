@@ -10,12 +10,15 @@ from muon_optax.tree_paths import Segments
 __all__ = ["adapters", "is_adapter", "is_expert", "named_head", "rule_for"]
 
 _TOKEN = re.compile(r"[a-z]+|[0-9]+")
+_ANY_SIZE = 512
 _BASES = {"base_layer", "base_module"}  # the layer inside an adapter, in PEFT and in Flax
 
 
 def rule_for(segments: Segments, shape: Shape) -> Rule | None:
-    """The default rule for a path and shape; None where it looks like a hidden layer's weight."""
-    (rule,) = first_rules(default_rules(), [(segments, shape)])
+    """The default rule for a path alone; None where it is called like a hidden layer's weight."""
+    # Dims of one size say nothing: what a shape tells is in the module, or in the model's other
+    # layers, and isn't evidence when one leaf is looked at without them.
+    (rule,) = first_rules(default_rules(), [(segments, (_ANY_SIZE,) * len(shape))])
     return rule if rule is not None and rule.label == "adam" else None
 
 

@@ -25,6 +25,7 @@ class BoundLeaf:
         slice, as under ZeRO-1.
       param_sharding: what is declared of the parameter.
       mu_sharding: what is declared of its momentum, if that is sharded otherwise.
+      is_mu_on_host: whether its momentum is declared to be in host memory.
     """
 
     segments: Segments
@@ -35,6 +36,7 @@ class BoundLeaf:
     result_layout: Layout | None = None
     param_sharding: Declared = None
     mu_sharding: Declared = None
+    is_mu_on_host: bool = False
 
     @property
     def path(self) -> str:

@@ -22,25 +22,27 @@ from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.declared import (
     Declared,
     bare_spec,
+    is_spec,
     mesh_of,
     spec_without,
 )
 from muon_optax.sharding.reductions import check_summed, reduced_like, summed
 from muon_optax.sharding.specs import Layout, read_layout
 from muon_optax.sharding.trace_context import mapped_axes
-from muon_optax.tree_paths import graft, raise_together
+from muon_optax.tree_paths import align, graft, raise_together
 
 __all__ = [
     "HOST_MEMORY",
     "check_fits",
     "check_stays",
+    "declared_on_host",
     "in_its_place",
     "is_abstract",
     "is_on_host",
+    "momentum_to_host",
     "names_host",
     "on_mesh_of",
     "place",
-    "to_declared_memory",
     "to_device",
     "to_host",
     "to_memory_of",
@@ -61,7 +63,7 @@ def place(tree: Any, where: Sequence[Layout | Declared]) -> Any:
     Returns:
       The tree, moved.
     """
-    if not any(where):
+    if all(declared is None for declared in where):
         return tree
     leaves, treedef = jax.tree.flatten(tree)
     specs = [(x.written if x.known else None) if isinstance(x, Layout) else x for x in where]
@@ -130,9 +132,8 @@ def check_stays(tree: Any, leaves: Sequence[BoundLeaf]) -> None:
       ValueError: listing the leaves.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    moved = [
-        (leaf, x) for leaf, x in zip(leaves, jax.tree.leaves(tree), strict=True) if leaf.mu_sharding
-    ]
+    pairs = zip(leaves, jax.tree.leaves(tree), strict=True)
+    moved = [(leaf, x) for leaf, x in pairs if leaf.mu_sharding is not None]
     if not manual or not moved:
         return
     problems = []
@@ -199,11 +200,21 @@ def to_memory_of(old: Any, new: Any) -> Any:
     return jax.tree.map(lambda n, o: to_host(n) if is_on_host(o) else n, new, graft(old, new))
 
 
-def to_declared_memory(tree: Any, where: Sequence[Declared]) -> Any:
-    """Sends to host memory what is declared to be there; all else stays."""
-    leaves, treedef = jax.tree.flatten(tree)
-    pairs = zip(leaves, where, strict=True)
-    return treedef.unflatten([to_host(x) if names_host(entry) else x for x, entry in pairs])
+def declared_on_host(where: Any, params: Any) -> list[bool]:
+    """Whether each leaf is declared to be in host memory.
+
+    `Declared` doesn't say it of arrays on one device, which have no spec.
+    """
+    if where is None or not jax.tree.leaves(params):
+        return [False] * len(jax.tree.leaves(params))
+    return list(map(names_host, align(where, params, what="shardings", is_leaf=is_spec)))
+
+
+def momentum_to_host(tree: Any, leaves: Sequence[BoundLeaf]) -> Any:
+    """Sends to host memory the momentum that is declared to be there; all else stays."""
+    found, treedef = jax.tree.flatten(tree)
+    pairs = zip(found, leaves, strict=True)
+    return treedef.unflatten([to_host(x) if leaf.is_mu_on_host else x for x, leaf in pairs])
 
 
 def names_host(entry: Any) -> bool:

@@ -11,6 +11,7 @@ from muon_optax.partition import Views, assign
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.declared import declared_specs
 from muon_optax.sharding.options import ShardingOptions, Shardings
+from muon_optax.sharding.placement import declared_on_host
 from muon_optax.sharding.specs import read_layouts, whole_shapes
 from muon_optax.tree_paths import leaves_with_segments, raise_together
 
@@ -76,16 +77,18 @@ def bound_leaves(tree: Any, views: Sequence[BoundView], shardings: Shardings) ->
     """
     of_params = declared_specs(shardings.params, tree)
     of_momentum = declared_specs(shardings.momentum, tree)
+    on_host = declared_on_host(shardings.momentum, tree)
     # Inside a shard_map nothing can be moved along its axes, where momentum is sharded like the
     # parameters; of both, only one may be declared.
     is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
     pairs = zip(of_params, of_momentum, strict=True)
     seen = [mu if is_manual and mu is not None else own for own, mu in pairs]
     layouts = read_layouts(tree, seen)
-    rows = zip(leaves_with_segments(tree), views, layouts, of_params, of_momentum, strict=True)
+    declared = zip(of_params, of_momentum, on_host, strict=True)
+    rows = zip(leaves_with_segments(tree), views, layouts, declared, strict=True)
     return [
-        BoundLeaf(path, view, layout, jnp.dtype(x.dtype).name, "auto", None, own, mu)
-        for (path, x), view, layout, own, mu in rows
+        BoundLeaf(path, view, layout, jnp.dtype(x.dtype).name, "auto", None, *where)
+        for (path, x), view, layout, where in rows
     ]
 
 

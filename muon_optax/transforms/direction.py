@@ -24,8 +24,8 @@ from muon_optax.sharding.options import ShardingOptions
 from muon_optax.sharding.placement import (
     check_fits,
     check_stays,
+    momentum_to_host,
     place,
-    to_declared_memory,
     to_device,
     to_memory_of,
 )
@@ -163,10 +163,10 @@ class Direction:
         check_fits(params, leaves)
         state = self.momentum.init_state(params)
         where = [leaf.mu_sharding for leaf in leaves]
-        if not any(where):
+        if all(declared is None for declared in where):
             return state
         placed = to_memory_of(state.mu, place(to_device(state.mu), where))
-        return state._replace(mu=to_declared_memory(placed, where))
+        return state._replace(mu=momentum_to_host(placed, leaves))
 
     def update(
         self, updates: Any, state: Any, params: Any, leaves: Sequence[BoundLeaf], **extra_args: Any

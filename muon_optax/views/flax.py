@@ -9,7 +9,15 @@ import jax.numpy as jnp
 from muon_optax.leaf_kinds import check_arrays, is_float_leaf, kind_of
 from muon_optax.matrix_view import MuonDimensionNumbers, bind_view
 from muon_optax.notices import warn_about
-from muon_optax.partition import Rule, Shape, check_rules, default_rules, first_rules, has_run
+from muon_optax.partition import (
+    RolePattern,
+    Rule,
+    Shape,
+    check_rules,
+    default_rules,
+    first_rules,
+    has_run,
+)
 from muon_optax.tree_paths import (
     Segments,
     is_absent,
@@ -54,6 +62,14 @@ _GROUPS = (
 _CURE = (
     "They get AdamW. Rules tell: Rule(pattern, 'muon') makes one matrix of each, Rule(pattern, "
     "'adam') is for depthwise ones, and a view MatrixView(..., heads=groups) for groups"
+)
+
+# Roles that are no one's decision here: what is missing is a view, and this module gives it.
+_UNDECLARED = tuple(RolePattern(role) for role in ("undeclared", "depthwise", "one_channel"))
+# Roles that sizes tell, not names.
+_BY_SIZE = tuple(
+    RolePattern(role)
+    for role in ("output", "wide_output", "few_outputs", "tall_table", "inner_head", "data_output")
 )
 
 Scanned = Sequence[str] | str | Mapping[str, int]
@@ -188,7 +204,7 @@ def _find(stacks: Mapping[Segments, Stacked], given: Mapping[Segments, Rule]) ->
     weights = _weights(stacks)
     known = infer_roles(weights)
     convs = sort_convolutions(weights, known)
-    adams = _adams({p: _layer(x, known) for p, x in stacks.items() if p not in given})
+    adams = _adams({path: x for path, x in stacks.items() if path not in given}, known)
     adams |= {path for path, rule in given.items() if rule.label == "adam" or rule.view}
     muons = {w.segments for w in weights} - adams
     groups = set().union(*convs) - given.keys()
@@ -227,20 +243,38 @@ def _weights(stacks: Mapping[Segments, Stacked]) -> list[Weight]:
     return found
 
 
-def _layer(leaf: Stacked, known: Known) -> Shape:
+def _adams(stacks: Mapping[Segments, Stacked], known: Known) -> set[Segments]:
+    """The leaves that aren't hidden matrices, as embeddings, heads and norms."""
+    as_matrices = _rules_of({path: _matrix_shape(leaf, known) for path, leaf in stacks.items()})
+    as_maps = _rules_of({path: leaf.core for path, leaf in stacks.items()})
+    return {
+        path
+        for path, leaf in stacks.items()
+        if _is_adams(as_matrices[path])
+        and (len(leaf.axes) < 3 or _is_named(as_matrices[path]) or _is_adams(as_maps[path]))
+    }
+
+
+def _rules_of(shapes: Mapping[Segments, Shape]) -> dict[Segments, Rule | None]:
+    return dict(zip(shapes, first_rules(default_rules(), list(shapes.items())), strict=True))
+
+
+def _is_adams(rule: Rule | None) -> bool:
+    return rule is not None and rule.label == "adam" and rule.pattern not in _UNDECLARED
+
+
+def _is_named(rule: Rule | None) -> bool:
+    """Whether a name decides: sizes of matrices made of several axes are weak evidence."""
+    return rule is not None and rule.pattern not in _BY_SIZE
+
+
+def _matrix_shape(leaf: Stacked, known: Known) -> Shape:
     """The shape that rules see: the matrix, so that none takes heads or layers for a window."""
     if len(leaf.axes) < 2:
         return leaf.core
     last = len(leaf.axes) - 1
     roles = known.get(leaf.segments, Roles((), tuple(range(last)), (last,)))
     return merged_size(leaf.core, roles.reduction), merged_size(leaf.core, roles.output)
-
-
-def _adams(shapes: Mapping[Segments, Shape]) -> set[Segments]:
-    """The leaves that aren't hidden matrices, as embeddings, heads and norms."""
-    rules = first_rules(default_rules(), list(shapes.items()))
-    pairs = zip(shapes, rules, strict=True)
-    return {path for path, rule in pairs if rule is not None and rule.label == "adam"}
 
 
 def _view(leaf: Stacked, roles: Roles) -> MuonDimensionNumbers:

@@ -46,15 +46,17 @@ class Gram(Strategy):
     def is_candidate(self, leaf: BoundLeaf, workload: Workload) -> bool:
         """Where the Gram method takes fewer FLOPs, unless the standard one is asked for.
 
-        Where products round, one device takes the standard method, whose products are faster there.
-        Here slices stay where they are, and that saves more: results then differ from those of one
+        One accelerator takes the standard method where products round, since these are faster. Here
+        slices stay where they are, and that saves more: results then differ from those of one
         device by the rounding of the dtype.
         """
         del leaf
         iteration = workload.newton_schulz
         if iteration is None or iteration.method != "auto":
             return iteration is not None and iteration.method == "gram"
-        return iteration.gram_has_fewer_flops(workload.rows, workload.columns)
+        return iteration.gram_has_fewer_flops(
+            workload.rows, workload.columns, is_half=workload.itemsize < 4
+        )
 
     def received_bytes(self, count: int, workload: Workload) -> int:
         owned = -(-count // workload.shards)
