@@ -11,13 +11,15 @@ import sharded
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from muon_optax.sharding.options import ShardingOptions
 from muon_optax.sharding.placement import (
     in_its_place,
     is_on_host,
+    momentum_to_host,
     names_host,
-    to_declared_memory,
     to_device,
 )
+from muon_optax.transforms.binding import binder
 
 DEVICE = SingleDeviceSharding(jax.devices()[1])
 HOST = DEVICE.with_memory_kind("pinned_host")
@@ -33,8 +35,9 @@ def test_the_type_says_what_is_in_host_memory():
 
 
 def test_declared_host_memory():
-    where: Any = [HOST, P()]
-    moved = to_declared_memory({"a": jnp.ones(2), "b": jnp.ones(2)}, where)
+    tree = {"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2))}
+    bind = binder(None, ShardingOptions(None, {"a": HOST, "b": P()}))
+    moved = momentum_to_host(tree, bind(tree, None))
     assert is_on_host(moved["a"])
     assert not is_on_host(moved["b"])
 
