@@ -1,10 +1,12 @@
 """A convolutional network in Flax NNX reads scikit-learn's handwritten digits.
 
 `flax_matrix_views` says how a kernel [height, width, in, out] makes a matrix: the window and the
-input channels together are its fan-in. A kernel with one input channel, as depthwise ones have and
-the first one here, goes to AdamW. Run it with `python examples/convolution.py`; scikit-learn comes
-with `pip install 'muon-optax[examples]'`.
+input channels together are its fan-in. The first kernel here has one input channel, as depthwise
+ones have; a rule gives it to AdamW, where a warning would ask otherwise. Run it with `python
+examples/convolution.py`; scikit-learn comes with `pip install 'muon-optax[examples]'`.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ from flax import nnx
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from muon_optax import flax_matrix_views, muon, report
+from muon_optax import Rule, flax_matrix_views, muon, report
 
 
 class Classifier(nnx.Module):
@@ -51,9 +53,10 @@ train, test, train_labels, test_labels = train_test_split(images, digits.target,
 
 model = Classifier(nnx.Rngs(0))
 params = nnx.state(model, nnx.Param)
-print(report(params, muon_weight_dimension_numbers=flax_matrix_views))
+views = functools.partial(flax_matrix_views, rules=(Rule("first", "adam", "first layer"),))
+print(report(params, muon_weight_dimension_numbers=views))
 
-tx = muon(0.02, adam_learning_rate=0.003, muon_weight_dimension_numbers=flax_matrix_views)
+tx = muon(0.02, adam_learning_rate=0.003, muon_weight_dimension_numbers=views)
 optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 for step in range(101):
     batch = np.random.default_rng(step).integers(0, len(train), 64)

@@ -2,7 +2,6 @@
 
 from muon_optax.alias import muon
 from muon_optax.checkpoints import check_state
-from muon_optax.flax_views import flax_matrix_views
 from muon_optax.matrix_view import MatrixView, MuonDimensionNumbers
 from muon_optax.notices import MuonWarning
 from muon_optax.plans import Plan, plan
@@ -20,6 +19,7 @@ from muon_optax.transform import (
     scale_by_muon,
     scale_by_shape,
 )
+from muon_optax.views.flax import flax_matrix_views
 
 __all__ = [
     "DeviceModel",

@@ -27,9 +27,9 @@ class _Named(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-def warn_about(message: str, leaves: Sequence[_Named]) -> None:
-    """One warning for all these leaves; nothing where there are none."""
+def warn_about(message: str, leaves: Sequence[_Named], most: int = 8) -> None:
+    """One warning for all these leaves, of which it names some; nothing where there are none."""
     if leaves:
-        names = ", ".join(f"{leaf.path} {leaf.shape}" for leaf in leaves[:8])
-        more = f" and {len(leaves) - 8} more" if len(leaves) > 8 else ""
+        names = ", ".join(f"{leaf.path} {leaf.shape}" for leaf in leaves[:most])
+        more = f" and {len(leaves) - most} more" if len(leaves) > most else ""
         warnings.warn(f"{message}: {names}{more}", MuonWarning, stacklevel=3)

@@ -15,7 +15,7 @@ from flax.core import freeze
 from flax.training.train_state import TrainState
 from flax.traverse_util import flatten_dict
 
-from muon_optax import MuonDimensionNumbers, MuonWarning, flax_matrix_views, muon, report
+from muon_optax import MuonDimensionNumbers, MuonWarning, Rule, flax_matrix_views, muon, report
 from muon_optax.matrix_view import is_view
 from muon_optax.tree_paths import leaves_with_segments, path_name
 
@@ -198,7 +198,7 @@ def test_each_layer_of_a_scan_is_a_matrix_of_its_own():
         lambda s: jax.random.normal(KEY, s.shape),
         shapes(layers__Dense_0__kernel=(3, 4, 8), layers__query__kernel=(3, 4, 2, 4)),
     )
-    views = functools.partial(flax_matrix_views, scanned="layers")
+    views = functools.partial(flax_matrix_views, scanned={"layers": 0})
     stack = muon(1.0, muon_weight_dimension_numbers=views)
     one = muon(1.0, muon_weight_dimension_numbers=flax_matrix_views)
     update = jax.jit(lambda g: one.update(g, one.init(g))[0])
@@ -209,18 +209,11 @@ def test_each_layer_of_a_scan_is_a_matrix_of_its_own():
         chex.assert_trees_all_close(got, update(layer), rtol=1e-5, atol=1e-6)
 
 
-def test_a_scan_that_is_not_declared_warns():
+def test_a_scan_is_found_undeclared():
     params: Any = jax.eval_shape(LinenStack().init, KEY, TOKENS)["params"]
-    with pytest.warns(MuonWarning) as records:
-        found = views_of(params)
-    axes, norms = sorted(str(r.message) for r in records)
-    assert "can't tell the axes of these kernels" in axes
-    assert "layers/Dense_0/kernel (3, 4, 8)" in axes
-    assert "layers/Conv_0/kernel (3, 2, 4, 4)" in axes
-    assert "layers/MultiHeadDotProductAttention_0/query/kernel (3, 4, 2, 4)" in axes
-    assert "`scanned`" in axes
-    assert "layers/RMSNorm_0/scale (3, 4)" in norms
-    assert not any(found.values())
+    declared = views_of(params, scanned=["layers"])
+    assert views_of(params) == declared
+    assert declared["layers/Dense_1/kernel"] == shifted(IN_OUT)
 
 
 # NNX
@@ -347,10 +340,13 @@ def test_nnx_scan_and_vmap():
         (shapes(stem__kernel=(3, 3, 4, 8)), "stem/kernel", CONV2),
         (shapes(stem__kernel=(3, 4, 8), stem__bias=(8,)), "stem/kernel", CONV1),
         (shapes(stem__kernel=(1, 1, 4, 16)), "stem/kernel", CONV2),
-        (shapes(stem__kernel=(2, 3, 3, 4, 8)), "stem/kernel", ((0, 1, 2, 3), (4,))),
+        (
+            shapes(stem__kernel=(2, 3, 3, 4, 8), stem__bias=(8,)),
+            "stem/kernel",
+            ((0, 1, 2, 3), (4,)),
+        ),
         (shapes(query__kernel=(3, 3, 4, 8), query__bias=(8,)), "query/kernel", CONV2),
-        (shapes(stem__kernel=(3, 3, 1, 8)), "stem/kernel", None),
-        (shapes(stem__kernel=(4, 1, 8192)), "stem/kernel", None),
+        (shapes(depthwise__kernel=(3, 3, 1, 8)), "depthwise/kernel", None),
         # the bias has the output axes
         (shapes(a__kernel=(4, 2, 8), a__bias=(2, 8)), "a/kernel", INTO_HEADS),
         (shapes(a__kernel=(2, 8, 4), a__bias=(4,)), "a/kernel", OUT_OF_HEADS),
@@ -367,9 +363,9 @@ def test_axes(tree, path, axes):
     [
         shapes(a__kernel=(3, 4, 8)),  # DenseGeneral without a bias, or a stack
         shapes(DenseGeneral_0__kernel=(2, 3, 4, 5)),
-        shapes(qkv_einsum__w=(3, 2, 4, 8)),
-        shapes(Dense_0__kernel=(3, 4, 8), Dense_0__bias=(3, 8)),  # a stack
-        shapes(Dense_0__kernel=(4, 4, 8), Dense_0__bias=(4, 8)),  # a stack, or (4, 8) outputs
+        shapes(a__kernel=(4, 4, 8), a__bias=(4, 8)),  # a stack, or (4, 8) outputs
+        shapes(stem__kernel=(2, 3, 3, 4, 8)),  # a window of three dims, or two of two
+        shapes(stem__kernel=(4, 1, 8192)),  # depthwise, or 4 matrices of one row
         shapes(query__kernel=(3, 4, 2, 8)),
         shapes(out__kernel=(3, 2, 8, 4)),
     ],
@@ -390,16 +386,17 @@ def test_scanned_patterns():
         encoder__layers__a__kernel=(3, 4, 8), decoder__layers__a__kernel=(3, 4, 8), w=(4, 8)
     )
     with pytest.warns(MuonWarning, match="can't tell.*decoder/layers/a/kernel"):
-        found = views_of(tree, scanned="encoder/layers")
+        found = views_of(tree, scanned={"encoder/layers": 0})
     assert found["encoder/layers/a/kernel"] == shifted(IN_OUT)
-    assert views_of(tree, scanned=["encoder/*", "decoder"])["decoder/layers/a/kernel"] == (
-        (1,),
-        (2,),
-    )
+    found = views_of(tree, scanned={"encoder/*": 0, "decoder": 1})
+    assert found["decoder/layers/a/kernel"] == ((0,), (2,))
+    assert found["encoder/layers/a/kernel"] == ((1,), (2,))
     with pytest.raises(ValueError, match=r"match nothing among decoder.*\n  'layer'"):
         flax_matrix_views(tree, scanned=["layers", "layer"])
     masked = {**tree, "encoder": optax.MaskedNode()}
-    assert views_of(masked, scanned=["encoder", "decoder"])["w"] == IN_OUT
+    assert views_of(masked, scanned={"encoder": 0, "decoder": 0})["w"] == IN_OUT
+    with pytest.raises(ValueError, match=r"counted from 0:\n  decoder.*axis 3 of .*\n  encoder"):
+        flax_matrix_views(tree, scanned={"layers": 3})
 
 
 def test_leaves_without_a_place_in_a_model():
@@ -471,9 +468,10 @@ def test_one_input_channel_looks_depthwise_and_may_be_declared():
     params = jax.tree.map(
         lambda s: jax.random.normal(KEY, s.shape), shapes(stem__kernel=(3, 3, 1, 8))
     )
-    views = flax_matrix_views(params)
-    assert views["stem"]["kernel"] is None
-    views["stem"]["kernel"] = MuonDimensionNumbers((0, 1, 2), 3)
+    with pytest.warns(MuonWarning, match=r"grey images\..*: stem/kernel \(3, 3, 1, 8\)"):
+        assert views_of(params) == {"stem/kernel": None}
+    assert views_of(params, rules=(Rule("stem", "adam"),)) == {"stem/kernel": None}
+    views = functools.partial(flax_matrix_views, rules=(Rule("stem", "muon"),))
     tx: Any = muon(1.0, "tight", scale="none", muon_weight_dimension_numbers=views)
     update = tx.update(params, tx.init(params), params)[0]["stem"]["kernel"].reshape(9, 8)
     np.testing.assert_allclose(np.linalg.svd(update, compute_uv=False), 1.0, atol=0.05)

@@ -41,6 +41,10 @@ TWO = {"w": ones(4, 4), "v": ones(4, 4)}
 CONV = {"w": ones(4, 4), "conv": ones(3, 3, 4, 4)}
 STACK = {"w": ones(3, 4, 5), "b": ones(3, 4)}
 MIX = {"mix": {"kernel": ones(3, 4, 5)}}
+SHARED = {"layers": {"norm": {"scale": ones(3, 8)}, "step": {"scale": ones(8)}}}
+SHARED["layers"]["attn"] = {"q": ones(3, 8, 6), "o": ones(3, 6, 8)}
+STEM = {"stem": {"kernel": ones(3, 3, 1, 8)}, "up": {"kernel": ones(8, 16)}}
+GROUPS = {"a": {"kernel": ones(3, 32)}, "b": {"kernel": ones(3, 3, 8, 32), "bias": ones(32)}}
 TIED = dict.fromkeys(("up", "lm_head"), W["w"])
 QKV = {"qkv": ones(64, 80)}
 HALF = {"w": ones(4, 4).astype(jnp.bfloat16)}
@@ -102,6 +106,10 @@ def viewed(view: Any, params: Any) -> Any:
     return init(params, muon_weight_dimension_numbers=view)
 
 
+def ruled(params: Any, *rules: Rule) -> Callable[[], Any]:
+    return lambda: flax_matrix_views(params, rules=rules)
+
+
 RULES = default_rules()
 AS_ADAM: Any = {"w": "adam", "v": "muon"}
 ROWS = NamedSharding(MESH8, P("f"))
@@ -113,7 +121,13 @@ CASES: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
     (init({"head": W["w"]}), labelled((Rule("head", "muon"), *RULES), {"head": W["w"]})),
     (init(CONV), viewed({"w": MatrixView(), "conv": MatrixView((0, 1, 2), 3)}, CONV)),
     (init(STACK), viewed({"w": MatrixView(1, 2), "b": None}, STACK)),
-    (lambda: flax_matrix_views(MIX), lambda: flax_matrix_views(MIX, scanned="mix")),
+    (lambda: flax_matrix_views(MIX), lambda: flax_matrix_views(MIX, scanned={"mix": 0})),
+    (
+        lambda: flax_matrix_views(SHARED),
+        lambda: flax_matrix_views(SHARED, scanned=("layers/attn", "layers/norm")),
+    ),
+    (ruled(STEM), ruled(STEM, Rule("stem", "muon"))),
+    (ruled(GROUPS), ruled(GROUPS, Rule("b", "muon", view=MatrixView((0, 1, 2), 3, heads=4)))),
     (init(TIED), labelled((Rule("up", "adam"), *RULES), {**TIED, "v": TWO["v"]})),
     (labelled((Rule("v", "adam"), *RULES)), labelled((Rule("v", "adam"), *RULES), TWO)),
     (
