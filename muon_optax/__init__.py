@@ -1,4 +1,11 @@
-"""Muon for JAX: orthogonalised momentum for weight matrices, AdamW for the rest."""
+"""Muon for JAX: orthogonalised momentum for weight matrices, AdamW for the rest.
+
+`muon_optax.recipes`, `muon_optax.interop` and `muon_optax.models` are imported when they are used.
+"""
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from muon_optax.alias import muon
 from muon_optax.checkpoints import check_state
@@ -20,6 +27,11 @@ from muon_optax.transform import (
     scale_by_shape,
 )
 from muon_optax.views.flax import flax_matrix_views
+
+if TYPE_CHECKING:
+    from muon_optax import interop as interop
+    from muon_optax import models as models
+    from muon_optax import recipes as recipes
 
 __all__ = [
     "DeviceModel",
@@ -46,3 +58,15 @@ __all__ = [
     "state_shardings",
     "update_stats",
 ]
+
+_SUBMODULES = ("interop", "models", "recipes")
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_SUBMODULES})

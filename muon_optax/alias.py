@@ -50,6 +50,7 @@ def muon(
     adam_b2: jax.typing.ArrayLike = 0.999,
     adam_eps_root: jax.typing.ArrayLike = 0.0,
     adam_weight_decay: ScalarOrSchedule = 0.0,
+    adam_weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
     adam_learning_rate: ScalarOrSchedule | None = None,
     adam_nesterov: bool | None = None,
     muon_weight_dimension_numbers: Views = None,
@@ -94,6 +95,8 @@ def muon(
       adam_b2: AdamW's decay rate of the second moment.
       adam_eps_root: AdamW's epsilon under the root.
       adam_weight_decay: AdamW's weight decay, always decoupled.
+      adam_weight_decay_mask: as `weight_decay_mask`, which of AdamW's leaves decay; one tree for
+        the whole model serves both.
       adam_learning_rate: AdamW's learning rate; None is `learning_rate`.
       adam_nesterov: Nesterov momentum for AdamW; None is `nesterov`. PyTorch's systems pair Muon's
         with a plain AdamW.
@@ -164,6 +167,7 @@ def muon(
     if adam_nesterov is not None:
         check_flag("adam_nesterov", adam_nesterov)
     check_mask("weight_decay_mask", weight_decay_mask)
+    check_mask("adam_weight_decay_mask", adam_weight_decay_mask)
     check_choice("weight_decay_kind", weight_decay_kind, get_args(WeightDecayKind))
 
     def muon_half(views: Views) -> optax.GradientTransformation:
@@ -204,6 +208,7 @@ def muon(
     adam = _adamw(
         adam_learning_rate,
         adam_weight_decay,
+        adam_weight_decay_mask,
         mu_dtype,
         b1=adam_b1,
         b2=adam_b2,
@@ -242,7 +247,11 @@ def _with_decay_and_rate(
 
 
 def _adamw(
-    learning_rate: ScalarOrSchedule, weight_decay: ScalarOrSchedule, mu_dtype: Any, **options: Any
+    learning_rate: ScalarOrSchedule,
+    weight_decay: ScalarOrSchedule,
+    mask: Any,
+    mu_dtype: Any,
+    **options: Any,
 ) -> optax.GradientTransformation:
     """Optax's AdamW, with moments in the parameters' layout, and complex where those are.
 
@@ -253,7 +262,7 @@ def _adamw(
     def chain(dtype: Any) -> optax.GradientTransformation:
         return optax.chain(
             optax.scale_by_adam(mu_dtype=dtype, **options),
-            decayed_weights(weight_decay, None),
+            decayed_weights(weight_decay, mask),
             optax.scale_by_learning_rate(learning_rate),
         )
 

@@ -25,11 +25,17 @@ from muon_optax.sharding.specs import whole_shapes
 from muon_optax.surprises import warn_of_surprises
 from muon_optax.tree_paths import (
     Segments,
+    filled,
     is_masked,
     leaves_with_segments,
+    masked_unless,
     path_name,
+    present_leaves,
     raise_together,
+    whole_variables,
+    without_absent,
 )
+from muon_optax.wrappers import passing_over
 
 __all__ = ["dispatch"]
 
@@ -61,15 +67,16 @@ def dispatch(
     _check_partition(partition)
 
     def partitioned(
-        assignment: Assignment, has_frozen: bool
+        tree: Any, assignment: Assignment, has_frozen: bool
     ) -> optax.GradientTransformationExtraArgs:
         transforms: dict[Hashable, optax.GradientTransformation] = {
             "muon": muon_half(assignment.views_of),
-            "adam": adam_half,
+            "adam": passing_over(adam_half),
         }
         if has_frozen:
             transforms["frozen"] = optax.set_to_zero()
-        return optax.partition(transforms, lambda _: assignment.labels())
+        labels = whole_variables(assignment.labels_of(tree))
+        return optax.partition(transforms, lambda _: labels)
 
     def init(params):
         whole = whole_shapes(params, param_shardings)
@@ -83,15 +90,20 @@ def dispatch(
                 overruled(whole, partition, assignment),
             )
         has_frozen = views is None and _may_freeze(partition)
-        return partitioned(assignment, has_frozen).init(_only_floats(params))
+        return partitioned(params, assignment, has_frozen).init(_only_floats(params))
 
     def update(updates, state, params=None, **extra_args):
-        assignment = assign(whole_shapes(updates, param_shardings), views, partition)
         _check_kind(state)
+        # Rules look at the whole tree, and must see what they saw at init.
+        all_leaves = filled(updates, _momenta(state))
+        assignment = assign(whole_shapes(all_leaves, param_shardings), views, partition)
         _check_gradients(updates, params, state)
         _check_labels(assignment, state)
+        if params is not None:
+            params = without_absent(params, updates)
         wanted = None if params is None else _only_floats(params)
-        floats, state = partitioned(assignment, "frozen" in state.inner_states).update(
+        has_frozen = "frozen" in state.inner_states
+        floats, state = partitioned(updates, assignment, has_frozen).update(
             _only_floats(updates), state, wanted, **extra_args
         )
         return _with_others(floats, updates, params), state
@@ -124,7 +136,8 @@ def _check_partition(partition: Partition) -> None:
 
 
 def _only_floats(tree: Any) -> Any:
-    return jax.tree.map(lambda x: _as_array(x) if is_float_leaf(x) else optax.MaskedNode(), tree)
+    floats = masked_unless(lambda _, x: is_float_leaf(x), tree)
+    return jax.tree.map(_as_array, floats)
 
 
 def _as_array(leaf: Any) -> Any:
@@ -134,16 +147,18 @@ def _as_array(leaf: Any) -> Any:
 def _with_others(floats: Any, updates: Any, params: Any) -> Any:
     """Puts back what isn't floating point: an update that leaves the parameter as it is."""
 
-    def leaf(new, old, param):
-        if not is_masked(new) or is_masked(old):
-            return new
+    def unchanged(old, param):
         dtype = dtype_of(param)
         if jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_:
             return jnp.zeros_like(param)
         return old  # float0 and keys
 
+    def merged(new, old, param):
+        # What is masked may be a whole variable, of which the leaves are wanted.
+        return jax.tree.map(unchanged, old, param) if is_masked(new) else new
+
     like = updates if params is None else params
-    return jax.tree.map(leaf, floats, updates, like, is_leaf=is_masked)
+    return jax.tree.map(merged, floats, updates, like, is_leaf=is_masked)
 
 
 def _check_kind(state: Any) -> None:
@@ -185,12 +200,20 @@ def _moments(state: Any) -> dict[str, dict[Segments, Any]]:
     return {label: dict(leaves_with_segments(first.mu)) for label, first in firsts.items()}
 
 
+def _momenta(state: Any) -> dict[Segments, Any]:
+    """The momenta of both halves by path."""
+    return {path: x for tree in _moments(state).values() for path, x in tree.items()}
+
+
 def _check_gradients(updates: Any, params: Any, state: Any) -> None:
-    """Raises for gradients that aren't those of the parameters, or of the state's momenta."""
-    check_arrays(leaves_with_segments(params))
+    """Raises for gradients that aren't those of the parameters, or of the state's momenta.
+
+    Where there is no gradient, None or masked, the parameters may have anything.
+    """
     trees = {"gradient": updates} | ({} if params is None else {"parameter": params})
-    leaves = {what: dict(leaves_with_segments(tree)) for what, tree in trees.items()}
-    momenta = {path: x for tree in _moments(state).values() for path, x in tree.items()}
+    leaves = {what: present_leaves(tree, updates) for what, tree in trees.items()}
+    check_arrays(list(leaves.get("parameter", {}).items()))
+    momenta = _momenta(state)
     problems = []
     for path in {path: None for tree in leaves.values() for path in tree}:
         found = {what: tree.get(path) for what, tree in leaves.items()}

@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from muon_optax.checks import check_choice
+from muon_optax.checks import check_choice, is_float_dtype
+from muon_optax.leaf_kinds import is_float_leaf
 from muon_optax.matrix_view import MatrixView, MuonDimensionNumbers
 
-__all__ = ["MODELS", "ModelShapes", "model_shapes"]
+__all__ = ["MODELS", "ModelShapes", "as_trained", "model_shapes"]
 
 Tree = dict[str, Any]
 Repeat = Callable[[Tree, int], Any]
@@ -333,3 +334,33 @@ def model_shapes(name: str, *, scanned: bool = False, dtype: Any = "bfloat16") -
     kind = jnp.dtype(dtype)
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, kind), leaves)
     return ModelShapes(params, jax.tree.map(lambda x: x.view, leaves), source)
+
+
+def as_trained(params: Any, dtype: Any) -> Any:
+    """The shapes of parameters in the dtype that they are trained in, to plan and report it.
+
+    A published file may hold float8 weights beside their scales, which nobody trains as they are.
+
+    Args:
+      params: arrays or shape structs.
+      dtype: of all floating-point leaves, real and of 16 bits or more. Others keep theirs.
+
+    Returns:
+      A tree of `jax.ShapeDtypeStruct` with the shardings of `params`.
+
+    Raises:
+      TypeError: for another dtype.
+
+    Example:
+      >>> saved = {"w": jnp.ones((2, 3), "float8_e4m3fn"), "steps": jnp.zeros((), "int32")}
+      >>> {name: str(x.dtype) for name, x in as_trained(saved, "bfloat16").items()}
+      {'steps': 'int32', 'w': 'bfloat16'}
+    """
+    if dtype is None or not is_float_dtype(dtype, jnp.floating):  # NumPy takes None for float64
+        raise TypeError(f"dtype must be a real one of 16 bits or more, got {dtype!r}")
+
+    def struct(x: Any) -> jax.ShapeDtypeStruct:
+        kind = jnp.dtype(dtype) if is_float_leaf(x) else x.dtype
+        return jax.ShapeDtypeStruct(x.shape, kind, sharding=getattr(x, "sharding", None))
+
+    return jax.tree.map(struct, params)

@@ -1,6 +1,7 @@
 """Momentum: the buffer that is kept, and the mix of buffer and gradient that is orthogonalised."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -11,7 +12,7 @@ from muon_optax.checks import check_choice, check_decay, check_flag, check_float
 from muon_optax.dtypes import wide_dtype
 from muon_optax.leaf_kinds import is_float_leaf
 from muon_optax.sharding.placement import is_on_host, to_device, to_host
-from muon_optax.tree_paths import leaves_with_segments, path_name, raise_together
+from muon_optax.tree_paths import leaves_with_segments, path_name, present_leaves, raise_together
 
 __all__ = [
     "Momentum",
@@ -20,6 +21,8 @@ __all__ = [
     "Weights",
     "check_belongs",
     "combine",
+    "is_moments",
+    "map_moments",
     "moment_dtype",
     "zeros_like_parameter",
 ]
@@ -141,7 +144,7 @@ def check_belongs(state: Any, updates: optax.Updates) -> None:
             f"the state must be a MuonState of muon_optax, got {type(state).__name__}; make one "
             "with init, or convert optax's with muon_optax.interop.from_optax(state, params)"
         )
-    have, want = (dict(leaves_with_segments(t)) for t in (state.mu, updates))
+    have, want = (present_leaves(tree, updates) for tree in (state.mu, updates))
     problems = [f"{path_name(p)}: in the state only" for p in have if p not in want]
     problems += [f"{path_name(p)}: in the updates only" for p in want if p not in have]
     problems += [
@@ -152,6 +155,31 @@ def check_belongs(state: Any, updates: optax.Updates) -> None:
     raise_together(
         problems, "Muon's state doesn't belong to these updates (was a leaf's optimizer changed?):"
     )
+
+
+def is_moments(x: Any) -> bool:
+    """Whether `x` is a state of Muon's or AdamW's moments."""
+    return isinstance(x, MuonState | optax.ScaleByAdamState)
+
+
+def map_moments(function: Callable[..., Any], state: Any, *others: Any) -> Any:
+    """Maps a function over the trees of moments, `mu` and `nu`, in a state.
+
+    Args:
+      function: gets a tree of moments, and those at its place in the other states.
+      state: the state of any chain of optax transformations.
+      others: states of the same structure but for the trees of moments.
+
+    Returns:
+      The state with the function's results; all else is as in `state`.
+    """
+
+    def mapped(x: Any, *rest: Any) -> Any:
+        names = [name for name in ("mu", "nu") if is_moments(x) and name in x._fields]
+        new = {n: function(getattr(x, n), *(getattr(r, n) for r in rest)) for n in names}
+        return x._replace(**new) if new else x
+
+    return jax.tree.map(mapped, state, *others, is_leaf=is_moments)
 
 
 def moment_dtype(wanted: Any, own: Any) -> jnp.dtype:

@@ -76,14 +76,14 @@ class Assignment:
     decisions: tuple[Decision, ...]
     treedef: Any
 
-    def labels(self) -> Any:
-        """The tree of labels, as `optax.partition` takes it.
+    def labels_of(self, tree: Any) -> Any:
+        """The labels of a tree of all or some of these leaves, as `optax.partition` takes them.
 
         Leaves that aren't floating point are masked there, so that any label does.
         """
-        return self.treedef.unflatten(
-            [d.label if d.reason != NOT_FLOAT else "adam" for d in self.decisions]
-        )
+        labels = {d.segments: d.label if d.reason != NOT_FLOAT else "adam" for d in self.decisions}
+        found = [labels[path] for path, _ in leaves_with_segments(tree)]
+        return jax.tree.structure(tree).unflatten(found)
 
     def muon_part(self, tree: Any) -> tuple[Any, list[BoundView]]:
         """The tree with all but Muon's leaves masked, and the views of these."""
@@ -201,7 +201,10 @@ def _decide(path: Segments, leaf: Any, choose: Choose) -> Decision:
     label, reason, view = choose(path, shape)
     bound = None if view is None else bind_view(view, shape)
     if bound is not None and jnp.dtype(dtype).itemsize < 2:
-        raise ValueError(f"dtype {dtype}: Muon needs 16 bits or more; label it 'adam'")
+        raise ValueError(
+            f"dtype {dtype}: Muon needs 16 bits or more; take the dtype that it is trained in "
+            "(muon_optax.models.as_trained, or --dtype), or label it 'adam'"
+        )
     return Decision(path, shape, dtype, label, reason, bound)
 
 

@@ -170,6 +170,20 @@ def _is_stacked_vector(segments: Segments, shape: Shape) -> bool:
     return any(fnmatch.fnmatchcase(name, p) for name in words(segments)[-1:] for p in patterns)
 
 
+def _is_lora_factor(segments: Segments, shape: Shape) -> bool:
+    """Whether a leaf is called lora_*, or is in a module called lora and not that one's base."""
+    del shape
+    names = words(segments)
+    if any(name.startswith("lora_") for name in names):
+        return True
+    # nnx.LoRALinear has its own kernel, and nnx.LoRA that of its base_module, beside the factors.
+    below = [names[i + 1 :] for i, name in enumerate(names) if name == "lora"]
+    return any(rest not in _LORA_BASES and rest[:1] not in _LORA_BASES for rest in below)
+
+
+_LORA_BASES = {(name,) for name in ("kernel", "weight", "w", "base_module", "base_layer")}
+
+
 _EMBEDDINGS = (
     "emb",
     "embed",
@@ -219,7 +233,7 @@ _DEFAULT_RULES = (
     Rule(_is_depthwise, "adam", "depthwise kernel"),
     *(Rule(name, "adam", "embedding") for name in _EMBEDDINGS),
     *(Rule(name, "adam", "head") for name in _HEADS),
-    *(Rule(name, "adam", "LoRA factor") for name in ("lora", "lora_*")),
+    Rule(_is_lora_factor, "adam", "LoRA factor"),
     Rule(_is_stacked_vector, "adam", "bias or scale"),
 )
 

@@ -45,6 +45,7 @@ from muon_optax.sharding.placement import (
 )
 from muon_optax.sharding.specs import Layout, read_layouts, whole_shapes
 from muon_optax.tree_paths import cast_like, graft, raise_together
+from muon_optax.wrappers import passing_over
 
 __all__ = [
     "MuonState",
@@ -97,7 +98,7 @@ def scale_by_momentum(
         mixed = jax.tree.map(functools.partial(combine, weights.mix), mu, updates)
         return cast_like(mixed, updates), MuonState(count, cast_like(new, state.mu))
 
-    return in_its_place(optax.GradientTransformation(buffer.init_state, update))
+    return in_its_place(passing_over(optax.GradientTransformation(buffer.init_state, update)))
 
 
 def orthogonalize(
@@ -317,9 +318,9 @@ def scale_by_muon(
         return state._replace(mu=to_declared_memory(placed, mu_shardings))
 
     def update(updates, state, params=None):
+        check_belongs(state, updates)
         like = updates if params is None else graft(params, updates)
         homes = homes_of(like, param_shardings)
-        check_belongs(state, updates)
         check_stays(updates, param_shardings, mu_shardings)
         updates = to_types_of(state.mu, place(updates, mu_shardings))
         views = _bound_views(whole_shapes(updates, working_shardings), weight_dimension_numbers)
@@ -335,7 +336,7 @@ def scale_by_muon(
         new = cast_like(treedef.unflatten([kept for _, kept in found]), state.mu)
         return results, MuonState(count, place(new, mu_shardings))
 
-    return in_its_place(optax.GradientTransformation(init, update))
+    return in_its_place(passing_over(optax.GradientTransformation(init, update)))
 
 
 # A step of momentum on (gradient, buffer): the mix goes on, the new buffer is kept.

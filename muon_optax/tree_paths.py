@@ -16,15 +16,21 @@ __all__ = [
     "Segments",
     "align",
     "cast_like",
+    "filled",
     "graft",
     "has_unnamed",
     "is_absent",
     "is_masked",
     "leaves_with_segments",
+    "masked_unless",
     "path_name",
+    "present_leaves",
     "raise_together",
     "segments_of",
     "short",
+    "whole_variables",
+    "with_leaves",
+    "without_absent",
 ]
 
 Segments = tuple[str, ...]
@@ -124,6 +130,40 @@ def _unboxed(tree: Any, is_leaf: Callable[[Any], bool] | None) -> list[tuple[Key
     return leaves
 
 
+def whole_variables(tree: Any) -> Any:
+    """The tree with one label, or one mask, for each of Flax's variables that has no other in it.
+
+    A variable is one place to whoever walks a state by `nnx.Variable`: one that is left with an
+    `optax.MaskedNode` alone has no value that they could read.
+
+    Args:
+      tree: a tree of labels, or of anything and `optax.MaskedNode`.
+
+    Returns:
+      The tree. Variables with different labels, or with anything but strings and masks, stay.
+    """
+
+    def only(variable: Any) -> Any:
+        entries = jax.tree.leaves(variable, is_leaf=is_masked)
+        are_marks = all(isinstance(x, str) or is_masked(x) for x in entries)
+        return entries[0] if are_marks and len(set(entries)) == 1 else variable
+
+    is_variable = lambda x: _is_box(type(x))  # noqa: E731
+    return jax.tree.map(lambda x: only(x) if is_variable(x) else x, tree, is_leaf=is_variable)
+
+
+def masked_unless(keep: Callable[[Segments, Any], bool], tree: Any) -> Any:
+    """The tree with all leaves masked but those to keep, and Flax's variables as a whole.
+
+    Example:
+      >>> masked_unless(lambda path, _: path == ("a",), {"a": 1, "b": 2})
+      {'a': 1, 'b': MaskedNode()}
+    """
+    leaves = leaves_with_segments(tree)
+    kept = [leaf if keep(path, leaf) else optax.MaskedNode() for path, leaf in leaves]
+    return whole_variables(jax.tree.structure(tree).unflatten(kept))
+
+
 def align(
     prefix: Any, tree: Any, *, what: str, is_leaf: Callable[[Any], bool] | None = None
 ) -> list[Any]:
@@ -153,7 +193,7 @@ def align(
 
     entries = dict(leaves_with_segments(prefix, is_entry))
     places = leaves_with_segments(tree, is_absent)
-    absent = {path: None for path, leaf in places if is_absent(leaf)}
+    absent = _absent(places)
     leaves = [(path, leaf) for path, leaf in places if path not in absent]
     owners = {path: owner for path, _ in places if (owner := _owner(path, entries)) is not None}
     problems = [
@@ -175,6 +215,11 @@ def align(
     return [entries[owners[path]] for path, _ in leaves]
 
 
+def _absent(places: Sequence[tuple[Segments, Any]]) -> dict[Segments, None]:
+    """The paths of the places without a leaf, in a dict for `_owner`."""
+    return {path: None for path, x in places if is_absent(x)}
+
+
 def _owner(path: Segments, entries: Mapping[Segments, Any]) -> Segments | None:
     """The longest path among the entries that is `path` or leads to it."""
     return next(
@@ -187,6 +232,63 @@ def raise_together(problems: Sequence[str], headline: str) -> None:
     """Raises one ValueError for all the bad leaves, or nothing where there are none."""
     if problems:
         raise ValueError(headline + "\n" + "\n".join(f"  {p}" for p in problems))
+
+
+def present_leaves(tree: Any, updates: Any) -> dict[Segments, Any]:
+    """The tree's leaves by path, without those in the places where `updates` has none.
+
+    None and `optax.MaskedNode` mark such a place, which may be a whole subtree.
+    """
+    absent = _absent(leaves_with_segments(updates, is_absent))
+    return {p: x for p, x in leaves_with_segments(tree) if _owner(p, absent) is None}
+
+
+def without_absent(tree: Any, updates: Any) -> Any:
+    """The tree in the containers of `updates`, without leaves in whose places that has none.
+
+    A tree that differs elsewhere too is returned as it is, for its user to complain of.
+
+    Example:
+      >>> without_absent({"w": 1.0, "f": jax.nn.relu}, {"w": 2.0, "f": None})
+      {'f': None, 'w': 1.0}
+    """
+    treedef = jax.tree.structure(updates)
+    if jax.tree.structure(tree) == treedef:
+        return tree
+    leaves, paths = present_leaves(tree, updates), [p for p, _ in leaves_with_segments(updates)]
+    if leaves.keys() != set(paths):
+        return tree
+    return treedef.unflatten([leaves[path] for path in paths])
+
+
+def filled(tree: Any, leaves: Mapping[Segments, Any]) -> Any:
+    """The tree, with leaves in the places where it has None or `optax.MaskedNode`.
+
+    Args:
+      tree: a tree.
+      leaves: by path; those in other places are left out.
+
+    Example:
+      >>> filled({"a": 1, "b": None}, {("a",): 2, ("b",): 3})
+      {'a': 1, 'b': 3}
+    """
+    places = leaves_with_segments(tree, is_absent)
+    absent = _absent(places)
+    below: dict[Segments, dict[Segments, Any]] = {}
+    for path, leaf in leaves.items():
+        owner = _owner(path, absent)
+        if owner is not None:
+            below.setdefault(owner, {})[path[len(owner) :]] = leaf
+    # A dict keyed by the rest of the paths has these paths, as nested containers would.
+    found = [below[p].get((), below[p]) if p in below else x for p, x in places]
+    return jax.tree.structure(tree, is_leaf=is_absent).unflatten(found)
+
+
+def with_leaves(tree: Any, new: Any) -> Any:
+    """The tree with the leaves of `new` at their paths; what `new` hasn't stays."""
+    fresh = dict(leaves_with_segments(new))
+    leaves = [fresh.get(path, leaf) for path, leaf in leaves_with_segments(tree)]
+    return jax.tree.structure(tree).unflatten(leaves)
 
 
 def graft(tree: Any, structure: Any) -> Any:

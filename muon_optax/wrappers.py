@@ -11,10 +11,17 @@ from jax.core import Tracer
 
 from muon_optax.dtypes import wide_dtype
 from muon_optax.leaf_kinds import is_float_leaf
-from muon_optax.momentum import moment_dtype, zeros_like_parameter
-from muon_optax.tree_paths import align, cast_like
+from muon_optax.momentum import map_moments, moment_dtype, zeros_like_parameter
+from muon_optax.tree_paths import align, cast_like, with_leaves, without_absent
 
-__all__ = ["chain_in_order", "decayed_weights", "in_float32", "in_parameter_layout", "widened"]
+__all__ = [
+    "chain_in_order",
+    "decayed_weights",
+    "in_float32",
+    "in_parameter_layout",
+    "passing_over",
+    "widened",
+]
 
 
 def in_float32(
@@ -74,6 +81,27 @@ def in_parameter_layout(
         )
 
     return optax.GradientTransformationExtraArgs(init, inner.update)
+
+
+def passing_over(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Passes over leaves without a gradient, None or masked: their moments stay as they are.
+
+    `equinox.filter_grad` makes such gradients. The parameters may have leaves there, as a whole
+    model has functions and strings, and optax's transformations take that; but `scale_by_adam`
+    would put None in the place of a moment, and the state would change its structure.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def update(updates, state, params=None, **extra_args):
+        if params is not None:
+            params = without_absent(params, updates)
+        present = map_moments(lambda tree: without_absent(tree, updates), state)
+        new, new_state = inner.update(updates, present, params, **extra_args)
+        return new, map_moments(lambda tree, old: with_leaves(old, tree), new_state, state)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def chain_in_order(

@@ -11,7 +11,7 @@ import pytest
 import reference
 from running import apply_updates, dtypes, first_update, run
 
-from muon_optax import MuonDimensionNumbers, Rule, muon
+from muon_optax import MuonDimensionNumbers, Rule, default_rules, muon, recipes
 
 RATE, DECAY = 0.1, 0.02
 
@@ -140,6 +140,56 @@ def test_the_rest_gets_optax_adamw(nesterov, adam_nesterov, used):
         np.testing.assert_allclose(
             [u[name] for u in got], [u[name] for u in want], rtol=1e-6, atol=1e-8
         )
+
+
+def no_vectors(params):
+    return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        {"w": True, "mlp": {"w": False, "bias": True}, "norm": False, "table": True},
+        {"w": True, "mlp": True, "norm": False, "table": False},
+        no_vectors,
+        lambda params: {"w": False, "mlp": True, "norm": True, "table": False},
+        True,
+        False,
+    ],
+)
+@pytest.mark.parametrize("decay", [DECAY, optax.linear_schedule(0.2, 0.4, 3)])
+def test_a_mask_of_the_decay_of_adamw(mask, decay):
+    """One mask serves both optimizers; AdamW's is that of `optax.adamw`."""
+    rng = np.random.default_rng(0)
+    shapes = {"w": (2, 2), "mlp": {"w": (2, 3), "bias": (3,)}, "norm": (3,), "table": (5, 2)}
+    params, *grads = [
+        jax.tree.map(lambda s: jnp.asarray(rng.normal(size=s), "float32"), shapes, is_leaf=is_shape)
+        for _ in range(3)
+    ]
+    rules = [Rule("table", "adam"), *default_rules()]
+    masks: dict[str, Any] = {"weight_decay_mask": mask, "adam_weight_decay_mask": mask}
+    options: dict[str, Any] = {"adam_nesterov": False, "partition": rules}
+    tx = muon(0.3, weight_decay=0.1, adam_weight_decay=decay, **masks, **options)
+    got, _, _ = run(tx, params, grads)
+    want, _, _ = run(optax.adamw(0.3, weight_decay=decay, mask=mask), params, grads)
+    plain, _, _ = run(muon(0.3, weight_decay=0.1, weight_decay_mask=mask, **options), params, grads)
+    for ours, theirs, bare in zip(got, want, plain, strict=True):
+        for name in ("norm", "table"):
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(ours["mlp"]["bias"], theirs["mlp"]["bias"], rtol=1e-5, atol=1e-7)
+        np.testing.assert_array_equal(ours["w"], bare["w"])
+
+
+def is_shape(x):
+    return isinstance(x, tuple)
+
+
+def test_recipes_that_decay_all_leaves_take_the_mask_too():
+    params = {"w": jnp.eye(2), "bias": jnp.ones(3), "table": {"embedding": jnp.ones((4, 2))}}
+    tx = recipes.moonlight(0.5, weight_decay=0.1, adam_weight_decay_mask=no_vectors)
+    update = first_update(tx, jax.tree.map(jnp.zeros_like, params), params)
+    np.testing.assert_array_equal(update["bias"], np.zeros(3))
+    np.testing.assert_allclose(update["table"]["embedding"], np.full((4, 2), -0.05), rtol=1e-5)
 
 
 def test_a_large_epsilon_is_allowed():
@@ -311,6 +361,7 @@ def test_several_learning_rates_by_a_partition_of_several():
         ({"weight_decay": -0.1}, ValueError, "weight_decay must be finite and not negative"),
         ({"adam_weight_decay": True}, TypeError, "adam_weight_decay must be a number or a sche"),
         ({"weight_decay_mask": "false"}, TypeError, "weight_decay_mask must be True or False"),
+        ({"adam_weight_decay_mask": {"b": 1}}, TypeError, r"adam_weight_decay_mask\['b'\] must be"),
         ({"weight_decay_kind": "L2"}, ValueError, "weight_decay_kind must be one of .*'l2'"),
         ({"ns_coeffs": "muon"}, ValueError, "ns_coeffs='muon' is no schedule; allowed are"),
         ({"ns_coeffs": (1.0, 2.0)}, ValueError, r"ns_coeffs has shape \(2,\)"),

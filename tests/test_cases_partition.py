@@ -354,6 +354,28 @@ def test_lora_factors():
     assert relative_error(got["kernel"], direction(np.asarray(grads["B"]))) < 1e-5
 
 
+def test_the_base_of_a_lora_layer_is_no_factor():
+    """Nor is it where the layer itself is called `lora`."""
+    rngs = nnx.Rngs(0)
+    model = nnx.Dict(
+        lora=nnx.LoRALinear(8, 16, lora_rank=2, rngs=rngs),
+        up=nnx.Dict(lora=nnx.LoRA(8, 2, 16, base_module=nnx.Linear(8, 16, rngs=rngs), rngs=rngs)),
+        to_q=nnx.Dict(lora=nnx.Dict(down=nnx.Linear(8, 2, use_bias=False, rngs=rngs))),
+    )
+    found = {row.path: row.optimizer for row in report(nnx.state(model, nnx.Param)).rows}
+    assert found == {
+        "lora/bias": "adam",
+        "lora/kernel": "muon",
+        "lora/lora/lora_a": "adam",
+        "lora/lora/lora_b": "adam",
+        "to_q/lora/down/kernel": "adam",
+        "up/lora/base_module/bias": "adam",
+        "up/lora/base_module/kernel": "muon",
+        "up/lora/lora_a": "adam",
+        "up/lora/lora_b": "adam",
+    }
+
+
 # 9. optax#271, #290, #477
 
 THREE = {"w": jnp.asarray(matrix(8, 4, 6)), "emb": jnp.ones((5, 4)), "b": jnp.arange(1.0, 7.0)}

@@ -232,9 +232,11 @@ def test_the_state_of_an_nnx_optimizer(tmp_path):
     save(tmp_path, state=state)
     for found in (state, saved_state(tmp_path), restore(tmp_path, {"state": state})["state"]):
         check_state(old, params, found)
-    for found in (saved_state(tmp_path), restore(tmp_path, {"state": other})["state"]):
-        with pytest.raises(ValueError, match="0/nu/up/kernel: none in the state"):
-            check_state(new, params, found)
+    with pytest.raises(ValueError, match="0/nu/up/kernel: none in the state"):
+        check_state(new, params, saved_state(tmp_path))
+    # A variable that the checkpoint lacks is one that Orbax itself asks for.
+    with pytest.raises(ValueError, match=r"0\.nu\.up\.kernel:\n.*\n(?s:.*)Target: MISSING"):
+        restore(tmp_path, {"state": other})
 
 
 def test_flax_serialization_goes_on_bit_for_bit():

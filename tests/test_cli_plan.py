@@ -159,6 +159,52 @@ def test_torch_weights_are_out_by_in(weights):
     assert plain["conv1"]["optimizer"] == "adam"
 
 
+def gpt2_names(width: int) -> Files:
+    """A block of the published GPT-2, whose Conv1D keeps [in, out], and its tied table."""
+    matrices = {
+        "h.0.attn.c_attn": (width, 3 * width),
+        "h.0.attn.c_proj": (width, width),
+        "h.0.mlp.c_fc": (width, 4 * width),
+        "h.0.mlp.c_proj": (4 * width, width),
+    }
+    vectors = {f"{name}.bias": shape[1:] for name, shape in matrices.items()}
+    return {f"{name}.weight": shape for name, shape in matrices.items()} | vectors
+
+
+def test_conv1d_weights_are_in_by_out_as_their_biases_say(tmp_path):
+    header, held = header_of({**gpt2_names(64), "wte.weight": (5000, 64)})
+    path = write(tmp_path / "gpt2.safetensors", header, held)
+    rows = {row["path"]: row for row in data_of("report", "--shapes", path, "--torch")["rows"]}
+    found = {
+        name: (row["matrices"], row["scales"]) for name, row in rows.items() if row["matrices"]
+    }
+    assert found == {
+        "h.0.attn.c_attn.weight": ([[1, 64, 192]], [3**0.5]),
+        "h.0.attn.c_proj.weight": ([[1, 64, 64]], [1.0]),
+        "h.0.mlp.c_fc.weight": ([[1, 64, 256]], [2.0]),
+        "h.0.mlp.c_proj.weight": ([[1, 256, 64]], [1.0]),
+    }
+    plans = data_of("plan", "--shapes", path, "--torch", "--mesh", "tensor=4")["rows"]
+    specs = {leaf.split(".")[-2]: row["spec"] for row in plans for leaf in row["leaves"]}
+    assert specs == {"c_attn": "-, tensor", "c_fc": "-, tensor", "c_proj": "tensor, -"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "bias", "matrices"),
+    [
+        ((16, 32, 2, 2), (32,), [[1, 64, 32]]),  # ConvTranspose2d(16, 32, 2)
+        ((32, 16, 2, 2), (32,), [[1, 64, 32]]),  # Conv2d(16, 32, 2)
+        ((16, 16, 2, 3), (16,), [[1, 96, 16]]),
+    ],
+)
+@pytest.mark.parametrize("name", ["conv", "conv_transpose"])
+def test_transposed_convolutions_are_in_by_out(shape, bias, matrices, name, tmp_path):
+    header, held = header_of({f"up.{name}.weight": shape, f"up.{name}.bias": bias})
+    path = write(tmp_path / "unet.safetensors", header, held)
+    row = rows_of("--shapes", path, "--torch")[name]
+    assert row["matrices"] == matrices
+
+
 def test_what_lacks_a_view_is_told(weights):
     _, _, err = run("report", "--shapes", weights, "--torch")
     said = "note: leaves with three or more dims and no [[views]] entry get AdamW: "
@@ -222,6 +268,54 @@ def test_a_real_file_of_safetensors_reads_the_same(tmp_path):
         ("norm", [3], "float16"),
         ("up", [4, 8], "float32"),
     ]
+
+
+def deepseek_header(weights: tuple[str, int], scales: tuple[str, int]) -> tuple[Any, int]:
+    """As DeepSeek-V3 is published, float8 weights with a float32 scale for each 128 x 128."""
+    layer = "model.layers.0.mlp"
+    shapes = {f"{layer}.up_proj": (512, 256), f"{layer}.down_proj": (256, 512)}
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        blocks = tuple(size // 128 for size in shape)
+        for key, (dtype, itemsize), dims in [
+            ("weight", weights, shape),
+            ("weight_scale_inv", scales, blocks),
+        ]:
+            start, end = end, end + itemsize * math.prod(dims)
+            offsets = [start, end]
+            header[f"{name}.{key}"] = {"dtype": dtype, "shape": dims, "data_offsets": offsets}
+    return header, end
+
+
+@pytest.mark.parametrize("scales", [("F32", 4), ("F8_E8M0", 1)])
+def test_a_published_float8_file_is_planned_as_trained(scales, tmp_path):
+    path = write(tmp_path / "f8.safetensors", *deepseek_header(("F8_E4M3", 1), scales))
+    code, _, err = run("plan", "--shapes", path, "--torch")
+    assert code == 2
+    assert "up_proj.weight: dtype float8_e4m3fn: Muon needs 16 bits or more" in err
+    assert "--dtype" in err
+
+    def weights_of(*argv: Any) -> list[tuple[Any, ...]]:
+        rows = data_of("plan", *argv, "--torch", "--mesh", "fsdp=4")["rows"]
+        keys = ("leaves", "matrix", "dtype", "bytes", "flops")
+        return [tuple(row[k] for k in keys) for row in rows if row["leaves"][0].endswith("weight")]
+
+    trained = write(tmp_path / "bf16.safetensors", *deepseek_header(("BF16", 2), ("BF16", 2)))
+    for dtype in ("bfloat16", "float32"):
+        found = weights_of("--shapes", path, "--dtype", dtype)
+        assert {row[2] for row in found} == {dtype}
+        if dtype == "bfloat16":
+            assert found == weights_of("--shapes", trained)
+    rows = data_of("report", "--shapes", path, "--torch", "--dtype", "bfloat16")["rows"]
+    kinds = {row["path"]: row["optimizer"] for row in rows if row["path"].endswith("weight")}
+    assert set(kinds.values()) == {"muon"}
+
+
+def test_a_dtype_for_a_whole_file_leaves_integers_alone(tmp_path):
+    path = tmp_path / "real.safetensors"
+    save_file({"up": np.ones((4, 8), np.float32), "ids": np.ones(3, np.int32)}, path)
+    rows = data_of("report", "--shapes", path, "--dtype", "bfloat16")["rows"]
+    assert {r["path"]: r["dtype"] for r in rows} == {"up": "bfloat16", "ids": "int32"}
 
 
 def test_json_of_shapes(tmp_path):
@@ -319,6 +413,10 @@ def test_the_pages_commands_run(tmp_path, monkeypatch):
     (row,) = data_of(*commands[-1].split())["rows"]
     assert (row["leaves"], row["spec"]) == (["attn.qkv_proj.weight"], "fsdp, -")
     assert all(f"`{name}`" in text for name in MODELS)
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert {str(x.dtype) for x in names["saved"].values()} == {"float8_e4m3fn", "float32"}
 
 
 # As a process

@@ -1,5 +1,6 @@
 """Each leaf goes to its optimizer, and what isn't floating point stays as it is."""
 
+import warnings
 from typing import Any
 
 import jax
@@ -287,11 +288,6 @@ FITS = "each gradient must be floating point, and of its parameter's and momentu
             "b: got gradient float32(6,), parameter int32(6,), momentum float32(6,)",
         ),
         (
-            {"w": None},
-            PAIR,
-            "w: got gradient none, parameter float32(4, 6), momentum float32(4, 6)",
-        ),
-        (
             {},
             {"w": PAIR["w"]},
             "b: got gradient float32(6,), parameter none, momentum float32(6,)",
@@ -410,3 +406,34 @@ def test_a_warning_where_no_leaf_gets_muon_and_none_otherwise():
     with pytest.warns(MuonWarning, match="no leaf gets Muon"):
         stamps(lambda params: None).init(PARAMS)
     stamps().init({})
+
+
+TWO = {
+    "out": jnp.ones((5, 4)),
+    "mlp": {"w": jnp.ones((4, 4)), "b": jnp.ones(4)},
+    "proj": jnp.eye(4),
+}
+GROUPS = {"mlp": {"w": "a", "b": "a"}, "out": "b", "proj": "b"}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "groups", "warned"),
+    [
+        ("w", GROUPS, 0),  # masked by its path in the second group
+        ("proj", GROUPS, 0),
+        (lambda path, shape: path == ("mlp", "w"), GROUPS, 0),
+        ("porj", GROUPS, 2),
+        ("w", {**GROUPS, "mlp": "a"}, 1),  # masked with all of mlp
+    ],
+)
+def test_a_rule_for_a_leaf_of_another_group_is_passed_over(pattern, groups, warned):
+    """As docs/per_leaf.md says."""
+    rules = (Rule(pattern, "adam"), Rule(lambda path, shape: len(shape) == 2, "muon"))
+    halves: Any = {n: muon(0.1, partition=(*rules, *default_rules())) for n in "ab"}
+    with warnings.catch_warnings(record=True) as records:
+        warnings.simplefilter("always", MuonWarning)
+        optax.partition(halves, groups).init(TWO)
+    texts = [str(record.message) for record in records]
+    assert (
+        len([text for text in texts if "match no leaf outside the masked parts" in text]) == warned
+    )

@@ -407,9 +407,13 @@ def test_momentum_forms_are_converted_only_when_asked(dtype):
 
 def test_the_page_about_torch_runs():
     page = (Path(__file__).parent.parent / "docs" / "torch.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     found: dict[str, Any] = {}
-    exec(code, found)
+    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(code, found)
     before = [optimizer.state_dict() for optimizer in found["optimizers"]]
     assert same_bits(found["dumps"], before)
     assert int(found["state"].inner_states["muon"].inner_state[0].count) == 3
+    assert found["written"].keys() == found["tensors"].keys() - {"transformer.h.0.attn.bias"}
+    assert same_bits(found["restored"], found["tensors"])
+    square = found["params"]["h"]["0"]["attn"]["c_proj"]["kernel"]
+    np.testing.assert_array_equal(square, found["tensors"]["transformer.h.0.attn.c_proj.weight"])

@@ -1,12 +1,14 @@
 """Shapes of real models: published counts, and the optimizer that the rules give each leaf."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from muon_optax import MatrixView, MuonDimensionNumbers, default_rules, report
+from muon_optax import MatrixView, MuonDimensionNumbers, default_rules, plan, report
 from muon_optax.matrix_view import bind_view, is_view
-from muon_optax.models import MODELS, model_shapes
+from muon_optax.models import MODELS, as_trained, model_shapes
 from muon_optax.tree_paths import align, leaves_with_segments
 
 # Counts as published: of the checkpoints, by their safetensors indices, and in torchvision's docs.
@@ -93,3 +95,24 @@ def test_views_of_a_stack_are_one_axis_on():
 def test_unknown_names():
     with pytest.raises(ValueError, match=r"model must be one of.*llama3-8b.*'gpt5'"):
         model_shapes("gpt5")
+
+
+def test_as_trained_keeps_shapes_and_shardings():
+    mesh = jax.make_mesh((2,), ("f",))
+    rows = NamedSharding(mesh, PartitionSpec("f"))
+    params = {
+        "w": jax.device_put(jnp.ones((4, 8), "float8_e4m3fn"), rows),
+        "scale": jax.ShapeDtypeStruct((2, 2), "float32"),
+        "steps": jnp.zeros((), "int32"),
+        "none": None,
+    }
+    found = as_trained(params, "bfloat16")
+    assert found["w"] == jax.ShapeDtypeStruct((4, 8), "bfloat16", sharding=rows)
+    assert (found["scale"].dtype, found["steps"].dtype) == ("bfloat16", "int32")
+    (row,) = [row for row in plan(found).to_dict()["rows"] if row["leaves"] == ("w",)]
+    assert (row["dtype"], row["spec"]) == ("bfloat16", "f, -")
+    with pytest.raises(ValueError, match=r"w: dtype float8_e4m3fn.*muon_optax\.models\.as_trained"):
+        report(params)
+    for wrong in ("float8_e4m3fn", "int8", "bf16", None, "complex64"):
+        with pytest.raises(TypeError, match="dtype must be a real one of 16 bits or more"):
+            as_trained(params, wrong)

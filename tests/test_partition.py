@@ -442,7 +442,10 @@ def test_leaves_that_are_not_floating_point_are_frozen_by_any_rule():
     assert labels(params, views={**dict.fromkeys(params), "w": DIMS}) == {**others, "w": "muon"}
     assert labels(params, views={"w": DIMS, **dict.fromkeys(others)}) == {**others, "w": "muon"}
     found = assign(params)
-    assert set(jax.tree.leaves(found.labels())) == {"adam", "muon"}  # masked, so any will do
+    assert set(jax.tree.leaves(found.labels_of(params))) == {
+        "adam",
+        "muon",
+    }  # masked, so any will do
 
 
 def test_scalars_of_python_and_numpy():
@@ -475,7 +478,7 @@ def test_empty_trees():
 
 def test_labels_keep_the_containers():
     params = collections.OrderedDict(b=zeros(4), a=zeros(4, 4))
-    assert assign(params).labels() == collections.OrderedDict(b="adam", a="muon")
+    assert assign(params).labels_of(params) == collections.OrderedDict(b="adam", a="muon")
 
 
 def test_views_of_a_masked_tree():

@@ -14,6 +14,8 @@ from typing import Any, BinaryIO
 import jax
 import jax.numpy as jnp
 
+from muon_optax.models import as_trained
+
 __all__ = ["read_regular", "read_shapes"]
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
@@ -33,14 +35,16 @@ _DTYPES = {
     "I64": "int64",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
     "F16": "float16",
     "BF16": "bfloat16",
     "F32": "float32",
     "F64": "float64",
+    "C64": "complex64",
 }
 
 
-def read_shapes(paths: Sequence[Path], dtype: str) -> Shapes:
+def read_shapes(paths: Sequence[Path], dtype: str | None = None) -> Shapes:
     """The parameters that files describe.
 
     A name that ends in .safetensors is read as such. Anything else is JSON: an object of shapes as
@@ -48,7 +52,8 @@ def read_shapes(paths: Sequence[Path], dtype: str) -> Shapes:
 
     Args:
       paths: the files, as a checkpoint in parts has several.
-      dtype: of shapes that come without one.
+      dtype: of all floating-point tensors of safetensors files, whatever they are saved in, and of
+        JSON's shapes that come without one. None is the files' own, and bfloat16.
 
     Returns:
       Shape structs by name, nested names joined by '/'.
@@ -66,12 +71,13 @@ def read_shapes(paths: Sequence[Path], dtype: str) -> Shapes:
     return found
 
 
-def _read(path: Path, dtype: str) -> Shapes:
+def _read(path: Path, dtype: str | None) -> Shapes:
     is_safetensors = path.suffix == ".safetensors"
     try:
         if is_safetensors:
-            return _from_header(path)
-        return _from_json(_parsed(read_regular(path)), dtype)
+            leaves = _from_header(path)
+            return leaves if dtype is None else as_trained(leaves, dtype)
+        return _from_json(_parsed(read_regular(path)), dtype or "bfloat16")
     except RecursionError:
         raise ValueError(f"{path}: nested too deeply") from None
     except ValueError as error:

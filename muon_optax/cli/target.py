@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from muon_optax.checks import is_float_dtype
 from muon_optax.cli.rules_file import RulesFile, read_rules
 from muon_optax.cli.shape_files import read_shapes
+from muon_optax.interop.torch_axes import with_output_second
 from muon_optax.layouts import ROLES, usual_specs
 from muon_optax.leaf_kinds import is_float_leaf
 from muon_optax.matrix_view import MuonDimensionNumbers, View, bind_view, is_view
@@ -116,7 +117,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--scanned", action="store_true", help="the model's layers are stacked")
     parser.add_argument(
-        "--dtype", default="bfloat16", help="of the model, or of JSON shapes without one"
+        "--dtype",
+        help="of the model and of JSON shapes without one (default: bfloat16), and of all "
+        "floating-point tensors of safetensors files (default: as saved)",
     )
 
 
@@ -127,19 +130,20 @@ def read_target(args: argparse.Namespace) -> Target:
       OSError: for files that can't be read.
       ValueError: for files and arguments that can't be used.
     """
-    check_dtype("--dtype", args.dtype)
+    if args.dtype is not None:
+        check_dtype("--dtype", args.dtype)
     if args.torch and args.model:
         raise ValueError("--torch is for --shapes: the models by name are [in, out]")
     if args.scanned and args.shapes:
         raise ValueError("--scanned is for --model: files say themselves what is stacked")
     rules = RulesFile() if args.rules is None else read_rules(args.rules, torch=args.torch)
     if args.model:
-        shapes = model_shapes(args.model, scanned=args.scanned, dtype=args.dtype)
+        shapes = model_shapes(args.model, scanned=args.scanned, dtype=args.dtype or "bfloat16")
         known = dict(zip(_paths(shapes.params), _aligned(shapes.views, shapes.params), strict=True))
         return _target(args.model, shapes.params, rules, _Conventions(lambda path, _: known[path]))
     params = read_shapes(args.shapes, args.dtype)
     name = args.shapes[0].name + (f" + {len(args.shapes) - 1}" if len(args.shapes) > 1 else "")
-    return _target(name, params, rules, _TORCH if args.torch else _PLAIN)
+    return _target(name, params, rules, _torch_conventions(params) if args.torch else _PLAIN)
 
 
 def check_dtype(option: str, name: str) -> None:
@@ -212,18 +216,28 @@ def _is_torch_kernel(path: Segments, shape: Shape) -> bool:
     return len(shape) == 2 or (len(shape) > 2 and has_run(path, "conv*"))
 
 
-def _torch_view(path: Segments, shape: Shape) -> View | None:
-    inputs = tuple(range(1, len(shape)))
-    return MuonDimensionNumbers(inputs, 0) if _is_torch_kernel(path, shape) else None
+def _torch_conventions(params: Any) -> _Conventions:
+    """[out, in, *window], or [in, out, *window] where a bias says so."""
+    shapes = {path_name(path): tuple(leaf.shape) for path, leaf in leaves_with_segments(params)}
+    second = with_output_second(shapes)
+
+    def view(path: Segments, shape: Shape) -> View | None:
+        if not _is_torch_kernel(path, shape):
+            return None
+        output = int(path_name(path) in second)
+        return MuonDimensionNumbers((1 - output, *range(2, len(shape))), output)
+
+    def order(path: Segments, shape: Shape) -> Shape:
+        if not _is_torch_kernel(path, shape):
+            return shape
+        output = int(path_name(path) in second)
+        return (*shape[2:], shape[1 - output], shape[output])
+
+    return _Conventions(view, order)
 
 
-def _torch_order(path: Segments, shape: Shape) -> Shape:
-    return (*shape[2:], shape[1], shape[0]) if _is_torch_kernel(path, shape) else shape
-
-
-# Weights as [in, out], and as torch has them, [out, in, *window].
+# Weights as [in, out].
 _PLAIN = _Conventions(_plain_view)
-_TORCH = _Conventions(_torch_view, _torch_order)
 
 
 def _target(name: str, params: Any, rules: RulesFile, conventions: _Conventions) -> Target:

@@ -13,6 +13,7 @@ from muon_optax.tree_paths import (
     Segments,
     is_masked,
     leaves_with_segments,
+    masked_unless,
     path_name,
     raise_together,
 )
@@ -72,9 +73,7 @@ def _converted(moments: Any, others: set[Segments]) -> Any:
     """Our state of these moments, without those of the leaves that aren't floating point."""
 
     def kept(tree: Any) -> Any:
-        leaves = leaves_with_segments(tree)
-        masked = [optax.MaskedNode() if path in others else leaf for path, leaf in leaves]
-        return jax.tree.structure(tree).unflatten(masked)
+        return masked_unless(lambda path, _: path not in others, tree)
 
     if isinstance(moments, optax.ScaleByAdamState):
         return moments._replace(mu=kept(moments.mu), nu=kept(moments.nu))

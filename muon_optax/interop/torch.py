@@ -15,6 +15,8 @@ from muon_optax.interop.torch_layout import (
     FLAX_LAYOUT,
     TensorRule,
     TorchLayout,
+    contradictions,
+    conv1d_rules,
     default_torch_rules,
     mismatch,
     read_leaf,
@@ -42,6 +44,7 @@ __all__ = [
     "StateFields",
     "TensorRule",
     "TorchLayout",
+    "conv1d_rules",
     "convert_momentum",
     "default_torch_rules",
     "from_optimizer_state",
@@ -111,15 +114,17 @@ def from_state_dict(
     places = layout.places(like)
     leaves = leaves_with_segments(like)
     there = ", ".join(list(tensors)[:20])
+    shapes = {key: tuple(getattr(tensor, "shape", ())) for key, tensor in tensors.items()}
+    against = contradictions(layout, like, shapes)
     problems, found = [], []
     for path, leaf in leaves:
         key = places[path].key
         if key not in tensors:
             problems.append(f"{path_name(path)}: no key {key}; there are {there}")
             continue
-        problem = mismatch(tensors[key], leaf, places[path])
-        if problem:
-            problems.append(f"{path_name(path)}: {key} {problem}")
+        wrong = [mismatch(tensors[key], leaf, places[path]), against.get(key)]
+        if any(wrong):
+            problems.append(f"{path_name(path)}: {key} {'; '.join(filter(None, wrong))}")
         else:
             found.append(read_leaf(tensors[key], leaf, places[path]))
     known = {place.key for place in places.values()}

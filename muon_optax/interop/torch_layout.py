@@ -1,18 +1,20 @@
 """How a parameter tree is written in PyTorch: the names of its leaves and the order of their axes.
 
 torch stores a Linear's weight [out, in], Flax its kernel [in, out]; which leaf is transposed is
-said by rules, never guessed from a shape, since a square matrix fits either way.
+said by rules, never guessed from a shape, since a square matrix fits either way. What torch's
+biases say against a rule is an error.
 """
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from muon_optax.interop.tensors import from_torch, to_torch
+from muon_optax.interop.torch_axes import TRANSPOSED_CONVS, with_output_second
 from muon_optax.rules import Rule, Shape, has_run, words
 from muon_optax.tree_paths import Segments, leaves_with_segments, path_name, raise_together
 
@@ -21,6 +23,8 @@ __all__ = [
     "Place",
     "TensorRule",
     "TorchLayout",
+    "contradictions",
+    "conv1d_rules",
     "default_torch_rules",
     "mismatch",
     "read_leaf",
@@ -36,6 +40,10 @@ class TensorRule:
       pattern: as in `Rule`.
       axes: the leaf's axes in the order in which torch has them; None leaves them as they are.
       name: the last name of the key; None keeps the leaf's.
+      flipped: axes of the leaf that run backwards in torch.
+
+    Raises:
+      ValueError: for axes that are no permutation, or flipped ones that aren't among them.
 
     Example:
       >>> TensorRule("kernel", (1, 0), "weight").matches(("mlp", "kernel"), (16, 64))
@@ -45,38 +53,61 @@ class TensorRule:
     pattern: str | re.Pattern[str] | Callable[[Segments, Shape], bool]
     axes: tuple[int, ...] | None = None
     name: str | None = None
+    flipped: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         Rule(self.pattern, "muon")  # checks the pattern
         if self.axes is not None and sorted(self.axes) != list(range(len(self.axes))):
             raise ValueError(f"TensorRule axes must be a permutation, got {self.axes}")
+        if not set(self.flipped) <= set(self.axes or ()):
+            raise ValueError(
+                f"TensorRule flipped must be among axes, got {self.flipped} and axes {self.axes}"
+            )
 
     def matches(self, segments: Segments, shape: Shape) -> bool:
         """Whether a leaf at this path, of this shape, falls under the rule."""
         return Rule(self.pattern, "muon").matches(segments, shape)
 
 
-def _is_kernel(rank: int, *, of: str | None = None) -> Callable[[Segments, Shape], bool]:
+def _is_kernel(rank: int, *, of: tuple[str, ...] = ()) -> Callable[[Segments, Shape], bool]:
     def matches(segments: Segments, shape: Shape) -> bool:
         is_kernel = words(segments)[-1:] == ("kernel",) and len(shape) == rank
-        return is_kernel and (of is None or has_run(segments, of))
+        return is_kernel and (not of or any(has_run(segments, name) for name in of))
 
     return matches
 
 
+def _is_statistic(name: str) -> Callable[[Segments, Shape], bool]:
+    def matches(segments: Segments, shape: Shape) -> bool:
+        is_of_norm = any(has_run(segments, of) for of in ("batch_stats", "*norm*", "bn*"))
+        return words(segments)[-1:] == (name,) and len(shape) == 1 and is_of_norm
+
+    return matches
+
+
+_CONVS = ("conv*",)
 _DEFAULT = (
     TensorRule(_is_kernel(2), (1, 0), "weight"),  # Dense, Linear: [in, out] -> [out, in]
-    TensorRule(_is_kernel(3, of="conv*"), (2, 1, 0), "weight"),  # [w, in, out] -> [out, in, w]
-    TensorRule(_is_kernel(4, of="conv*"), (3, 2, 0, 1), "weight"),
-    TensorRule(_is_kernel(5, of="conv*"), (4, 3, 0, 1, 2), "weight"),
+    # [w, in, out] -> [in, out, w]: torch's is the gradient of a convolution, so its window is read
+    # from the other end.
+    TensorRule(_is_kernel(3, of=TRANSPOSED_CONVS), (1, 2, 0), "weight", (0,)),
+    TensorRule(_is_kernel(4, of=TRANSPOSED_CONVS), (2, 3, 0, 1), "weight", (0, 1)),
+    TensorRule(_is_kernel(5, of=TRANSPOSED_CONVS), (3, 4, 0, 1, 2), "weight", (0, 1, 2)),
+    TensorRule(_is_kernel(3, of=_CONVS), (2, 1, 0), "weight"),  # [w, in, out] -> [out, in, w]
+    TensorRule(_is_kernel(4, of=_CONVS), (3, 2, 0, 1), "weight"),
+    TensorRule(_is_kernel(5, of=_CONVS), (4, 3, 0, 1, 2), "weight"),
     TensorRule(lambda path, _: words(path)[-1:] == ("embedding",), None, "weight"),
     TensorRule(lambda path, _: words(path)[-1:] == ("scale",), None, "weight"),
+    TensorRule(_is_statistic("mean"), None, "running_mean"),
+    TensorRule(_is_statistic("var"), None, "running_var"),
 )
 
 
 def default_torch_rules() -> tuple[TensorRule, ...]:
-    """The rules for Flax's names: kernels of Dense, Linear and Conv, embeddings and scales.
+    """The rules for Flax's names.
 
+    They know kernels of Dense, Linear, Conv and ConvTranspose (by these names or as deconv*, with
+    Flax's default `transpose_kernel=False`), embeddings, scales and the statistics of BatchNorm.
     Other leaves keep name and axes. A kernel of three or more dims outside a module named conv* has
     no rule and is an error: only its author knows which axes torch merges.
 
@@ -85,9 +116,28 @@ def default_torch_rules() -> tuple[TensorRule, ...]:
 
     Example:
       >>> len(default_torch_rules())
-      6
+      11
     """
     return _DEFAULT
+
+
+def conv1d_rules(*names: str) -> tuple[TensorRule, ...]:
+    """Rules for the kernels of transformers' Conv1D, whose weight is [in, out] in torch too.
+
+    Args:
+      names: modules, with patterns as in `Rule`; none stands for those of GPT-2 and its kin,
+        c_attn, c_fc, c_proj and q_attn.
+
+    Returns:
+      A tuple, to be put before `default_torch_rules()`.
+
+    Example:
+      >>> layout = TorchLayout((*conv1d_rules(), *default_torch_rules()))
+      >>> layout.place(("h", "0", "attn", "c_proj", "kernel"), (64, 64))
+      Place(key='h.0.attn.c_proj.weight', axes=None, flipped=())
+    """
+    names = names or ("c_attn", "c_fc", "c_proj", "q_attn")
+    return tuple(TensorRule(f"{name}/kernel", None, "weight") for name in names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,10 +147,12 @@ class Place:
     Attributes:
       key: its key in a state dict.
       axes: its axes in torch's order; None where they are the same.
+      flipped: those of its axes that run backwards in torch.
     """
 
     key: str
     axes: tuple[int, ...] | None
+    flipped: tuple[int, ...] = ()
 
     def shape(self, shape: Shape) -> Shape:
         """The shape in torch of a leaf of this shape."""
@@ -120,7 +172,7 @@ class TorchLayout:
     Example:
       >>> layout = TorchLayout(rename=((r"layers_(\d+)", r"layers.\1"),))
       >>> layout.place(("layers_3", "up", "kernel"), (16, 64))
-      Place(key='layers.3.up.weight', axes=(1, 0))
+      Place(key='layers.3.up.weight', axes=(1, 0), flipped=())
     """
 
     rules: tuple[TensorRule, ...] = _DEFAULT
@@ -132,7 +184,7 @@ class TorchLayout:
         Raises:
           ValueError: if a rule's axes don't fit the shape, or a kernel of more dims has no rule.
         """
-        rule = next((r for r in self.rules if r.matches(segments, shape)), None)
+        rule = self.rule(segments, shape)
         if rule is None and self.rules and len(shape) > 2 and words(segments)[-1] == "kernel":
             raise ValueError(
                 f"shape {shape}: no rule says how torch orders the axes of this kernel; give a "
@@ -145,7 +197,11 @@ class TorchLayout:
         key = ".".join((*segments[:-1], last))
         for pattern, replacement in self.rename:
             key = re.sub(pattern, replacement, key)
-        return Place(key, axes)
+        return Place(key, axes, rule.flipped if rule else ())
+
+    def rule(self, segments: Segments, shape: Shape) -> TensorRule | None:
+        """The rule that decides about a leaf."""
+        return next((r for r in self.rules if r.matches(segments, shape)), None)
 
     def places(self, tree: Any) -> dict[Segments, Place]:
         """Where each leaf of a tree goes.
@@ -186,10 +242,41 @@ def mismatch(tensor: Any, like: Any, place: Place) -> str | None:
     return None
 
 
+def contradictions(layout: TorchLayout, tree: Any, shapes: Mapping[str, Shape]) -> dict[str, str]:
+    """What biases and names in torch say against the order of axes that a layout gives a weight.
+
+    Args:
+      layout: names and axes in torch.
+      tree: the parameters.
+      shapes: the shapes in torch, by key.
+
+    Returns:
+      The end of a sentence about a weight, by its key. A weight from and to the same size, whose
+      shape is no error, is among them only where a default rule takes it for [out, in].
+    """
+    second = with_output_second(shapes)
+    found = {}
+    for path, leaf in leaves_with_segments(tree):
+        shape = tuple(leaf.shape)
+        place = layout.place(path, shape)
+        if place.key not in second:
+            continue
+        outputs, inputs, *window = shapes[place.key]
+        want = place.shape(shape)
+        is_usual = bool(place.axes) and not place.flipped and layout.rule(path, shape) in _DEFAULT
+        if (inputs, outputs, *window) == want and (outputs != inputs or is_usual):
+            found[place.key] = _CONV_TRANSPOSE if window else _CONV1D
+    return found
+
+
+_CONV1D = "is [in, out] in torch, as biases there tell: give conv1d_rules() before the default ones"
+_CONV_TRANSPOSE = "is [in, out, *window] in torch, as bias or name there tell: a ConvTranspose"
+
+
 def read_leaf(tensor: Any, like: Any, place: Place) -> jax.Array:
     """A tensor as the leaf that it was written from, lying where `like` lies."""
     if place.axes is not None:
-        tensor = tensor.permute(*np.argsort(place.axes).tolist())
+        tensor = tensor.permute(*np.argsort(place.axes).tolist()).flip(place.flipped)
     array = from_torch(tensor)
     sharding = getattr(like, "sharding", None)
     return array if sharding is None else jax.device_put(array, sharding)
@@ -198,4 +285,6 @@ def read_leaf(tensor: Any, like: Any, place: Place) -> jax.Array:
 def write_leaf(leaf: Any, place: Place) -> Any:
     """A leaf as a contiguous tensor in torch's order of axes."""
     tensor = to_torch(leaf)
-    return tensor if place.axes is None else tensor.permute(*place.axes).contiguous()
+    if place.axes is None:
+        return tensor
+    return tensor.flip(place.flipped).permute(*place.axes).contiguous()

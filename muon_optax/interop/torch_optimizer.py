@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from muon_optax.interop.torch_layout import (
     FLAX_LAYOUT,
     Place,
     TorchLayout,
+    contradictions,
     mismatch,
     read_leaf,
     write_leaf,
@@ -36,6 +37,7 @@ __all__ = [
 
 Dump = Mapping[str, Any]
 Names = Sequence[Sequence[str]] | None
+Missing = Literal["raise", "zero"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +74,7 @@ def from_optimizer_state(
     layout: TorchLayout = FLAX_LAYOUT,
     names: Names = None,
     fields: StateFields = TORCH_FIELDS,
+    missing: Missing = "raise",
 ) -> Any:
     """Goes on from torch optimizers: their buffers in the place of a fresh state's.
 
@@ -89,6 +92,9 @@ def from_optimizer_state(
       names: for each optimizer the names of its parameters, in its order; not needed where the
         state dict has names, as keys or as 'param_names'.
       fields: what the optimizers call their buffers.
+      missing: 'zero' begins parameters of which an optimizer has no state with zeros, as torch does
+        when they get their first gradient. Under `count` AdamW's bias correction of these is that
+        of the others.
 
     Returns:
       A state like `state`.
@@ -112,11 +118,13 @@ def from_optimizer_state(
       [[0.1 0.1 0.1]
        [0.1 0.1 0.1]]
     """
+    check_choice("missing", missing, get_args(Missing))
     entries, problems = _entries(_as_sequence(dumps), names)
     places = layout.places(params)
     known = {place.key for place in places.values()}
     problems += [f"{key}: no leaf has this name" for key in entries if key not in known]
-    reader = _Reader(entries, places, fields, count, problems)
+    against = contradictions(layout, params, _shapes(entries))
+    reader = _Reader(entries, places, fields, count, missing, against, problems)
     new = jax.tree.map(
         lambda x: reader.read(x) if _is_moments(x) else x, state, is_leaf=_is_moments
     )
@@ -164,7 +172,10 @@ def to_optimizer_state(
     places = layout.places(params)
     buffers = _written(state, places, fields)
     counts = {int(x.count) for x in _all_moments(state)}
-    held, results, problems = set(), [], []
+    entries, _ = _entries(_as_sequence(dumps), names)
+    against = contradictions(layout, params, _shapes(entries))
+    problems = [f"{key}: {what}" for key, what in against.items()]
+    held, results = set(), []
     for dump, keys in zip(_as_sequence(dumps), _keys(_as_sequence(dumps), names), strict=True):
         problems += [f"{key}: no leaf has this name" for key in keys.values() if key not in buffers]
         held |= set(keys.values())
@@ -223,6 +234,8 @@ class _Reader:
     places: Mapping[Segments, Place]
     fields: StateFields
     count: int
+    missing: Missing
+    against: Mapping[str, str]
     problems: list[str]
 
     def read(self, moments: Any) -> Any:
@@ -245,11 +258,17 @@ class _Reader:
     def _leaf(self, path: Segments, leaf: Any, field: str, of_adam: bool) -> Any:
         place = self.places.get(path)
         entry = self.entries.get(place.key, {}) if place else {}
+        if self.missing == "zero" and self._is_new(place):
+            return jnp.zeros(leaf.shape, leaf.dtype, device=getattr(leaf, "sharding", None))
         problem = self._problem(place, entry, leaf, field, of_adam)
         if place is None or problem is not None:
             self.problems.append(f"{path_name(path)}: {problem}")
             return leaf
         return read_leaf(entry[field], leaf, place)
+
+    def _is_new(self, place: Place | None) -> bool:
+        """Whether an optimizer holds the parameter, but has no state of it yet."""
+        return place is not None and self.entries.get(place.key) == {}
 
     def _problem(
         self, place: Place | None, entry: dict[str, Any], leaf: Any, field: str, of_adam: bool
@@ -260,9 +279,12 @@ class _Reader:
             there, here = ("Muon", "AdamW") if of_adam else ("AdamW", "Muon")
             return f"{place.key} has buffers of {there} in torch, and gets {here} here"
         if field not in entry:
-            return f"{place.key} has no {field}; it has {list(entry) or 'no state'}"
-        problem = mismatch(entry[field], leaf, place)
-        return problem and f"{field} of {place.key} {problem}"
+            is_new = self._is_new(place)
+            hint = ", as before a first gradient: missing='zero' begins it" if is_new else ""
+            return f"{place.key} has no {field}; it has {list(entry) or 'no state'}{hint}"
+        wrong = [mismatch(entry[field], leaf, place), self.against.get(place.key)]
+        found = "; ".join(filter(None, wrong))
+        return f"{field} of {place.key} {found}" if found else None
 
     def _check_step(self, path: Segments) -> None:
         place = self.places.get(path)
@@ -327,6 +349,14 @@ def _entries(dumps: Sequence[Dump], names: Names) -> tuple[dict[str, dict[str, A
         unknown = [i for i in dump["state"] if i not in keys]
         problems += [f"{i}: has state, and is in no parameter group" for i in unknown]
     return entries, problems
+
+
+def _shapes(entries: Mapping[str, dict[str, Any]]) -> dict[str, tuple[int, ...]]:
+    """Each parameter's shape, which its buffers have."""
+    buffers = {
+        key: [x for x in own.values() if getattr(x, "ndim", 0)] for key, own in entries.items()
+    }
+    return {key: tuple(found[0].shape) for key, found in buffers.items() if found}
 
 
 def _counted(path: Any, x: Any, count: int) -> Any:
