@@ -51,8 +51,8 @@ def train_step(model: Adder, optimizer: nnx.Optimizer, pairs: jax.Array) -> jax.
 
 model = Adder(nnx.Rngs(0))
 params = nnx.state(model, nnx.Param)
-# On Auto axes the optimizer is told how the weights lie; on Explicit axes it sees it.
-tx = muon(0.02, adam_learning_rate=0.01, param_shardings=params)
+# On Auto axes a trace can't see how arrays are sharded: the variables' metadata says it.
+tx = muon(0.02, adam_learning_rate=0.01)
 optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 print(report(params))  # who gets Muon, and why
 print(plan(params))  # what each device receives and computes

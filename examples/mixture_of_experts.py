@@ -74,10 +74,10 @@ tx = muon(
     0.02,
     adam_learning_rate=0.003,
     muon_weight_dimension_numbers=views,
-    param_shardings=params,  # on Auto axes the optimizer is told how the weights lie
+    param_shardings=params,  # on Auto axes a trace can't see how arrays are sharded
 )
 print(report(params, muon_weight_dimension_numbers=views))
-print(plan(params, muon_weight_dimension_numbers=views))
+print(plan(params, params, muon_weight_dimension_numbers=views))
 state = jax.jit(tx.init)(params)
 for step in range(61):
     batch = jax.random.normal(jax.random.key(step), (256, 8))

@@ -17,6 +17,7 @@ from muon_optax.scaling import Scale
 from muon_optax.sharding.cost import DeviceModel
 from muon_optax.sharding.distribute import StrategyRules
 from muon_optax.sharding.local import Orthogonalizer
+from muon_optax.sharding.options import ShardingOptions, Shardings
 from muon_optax.sharding.placement import in_its_place
 from muon_optax.transform import scale_by_muon, scale_by_shape
 from muon_optax.wrappers import (
@@ -120,11 +121,12 @@ def muon(
       orthogonalizer: a function on (batch, m, n) used instead of Newton-Schulz.
       partition: ordered rules, or labels as `optax.partition` takes them; None is
         `default_rules()`.
-      param_shardings: how the parameters lie: a tree (or a prefix of one) of NamedSharding,
-        PartitionSpec or arrays. Needed on Auto meshes and inside a shard_map; Explicit meshes say
-        it themselves.
-      mu_shardings: where Muon's momentum lies, if not like the parameter: as in ZeRO-1, or in host
-        memory, with `memory_kind='pinned_host'`.
+      param_shardings: how the parameters are sharded: a tree (or a prefix of one) of NamedSharding,
+        PartitionSpec or arrays, or a function of the parameters that returns one, called at `init`
+        and at each trace of `update`. None reads Flax's metadata, if there is any. Needed on Auto
+        meshes and inside a shard_map; on Explicit meshes it is in the arrays' types.
+      mu_shardings: how Muon's momentum is sharded, if not like the parameter: as in ZeRO-1, or in
+        host memory, with `memory_kind='pinned_host'`. A tree or a function, as above.
       strategy: how sharded matrices are brought together: 'auto', 'gather', 'all_to_all', 'gram'
         or 'local', or (pattern, strategy) pairs with patterns as in `Rule`.
       max_workspace_bytes: bound of one exchange's workspace on a device; None is the larger of
@@ -170,7 +172,7 @@ def muon(
     check_mask("adam_weight_decay_mask", adam_weight_decay_mask)
     check_choice("weight_decay_kind", weight_decay_kind, get_args(WeightDecayKind))
 
-    def muon_half(views: Views) -> optax.GradientTransformation:
+    def muon_half(views: Views, shardings: Shardings) -> optax.GradientTransformation:
         direction = scale_by_muon(
             ns_coeffs,
             ns_steps,
@@ -186,8 +188,8 @@ def muon(
             ns_dtype=ns_dtype,
             ns_precision=ns_precision,
             orthogonalizer=orthogonalizer,
-            param_shardings=param_shardings,
-            mu_shardings=mu_shardings,
+            param_shardings=shardings.params,
+            mu_shardings=shardings.momentum,
             strategy=strategy,
             max_workspace_bytes=max_workspace_bytes,
             device=device,
@@ -198,13 +200,14 @@ def muon(
             consistent_rms,
             scale=scale,
             scale_factor=scale_factor,
-            param_shardings=param_shardings,
+            param_shardings=shardings.params,
         )
         return _with_decay_and_rate(
             direction, shape, weight_decay, weight_decay_mask, weight_decay_kind, learning_rate
         )
 
-    muon_half(None)  # checks the options now; leaves are checked at init
+    declared = ShardingOptions(param_shardings, mu_shardings)
+    muon_half(None, Shardings())  # checks the options now; leaves are checked at init
     adam = _adamw(
         adam_learning_rate,
         adam_weight_decay,
@@ -218,11 +221,13 @@ def muon(
     )
     whole = dispatch(
         # Decay in the gradient needs it wide; else the momentum is formed of it as it comes.
-        lambda views: in_float32(muon_half(views), takes_half=weight_decay_kind != "l2"),
+        lambda views, shardings: in_float32(
+            muon_half(views, shardings), takes_half=weight_decay_kind != "l2"
+        ),
         in_float32(adam),
         muon_weight_dimension_numbers,
         partition,
-        param_shardings,
+        declared,
     )
     return in_its_place(whole)
 

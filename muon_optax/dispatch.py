@@ -21,6 +21,7 @@ from muon_optax.partition import (
     check_rules,
     overruled,
 )
+from muon_optax.sharding.options import ShardingOptions, Shardings
 from muon_optax.sharding.specs import whole_shapes
 from muon_optax.surprises import warn_of_surprises
 from muon_optax.tree_paths import (
@@ -41,21 +42,22 @@ __all__ = ["dispatch"]
 
 
 def dispatch(
-    muon_half: Callable[[Views], optax.GradientTransformation],
+    muon_half: Callable[[Views, Shardings], optax.GradientTransformation],
     adam_half: optax.GradientTransformation,
     views: Views,
     partition: Partition,
-    param_shardings: Any = None,
+    declared: ShardingOptions,
 ) -> optax.GradientTransformationExtraArgs:
     """One transformation out of two, by the label of each leaf.
 
     Args:
       muon_half: the transformation of Muon's leaves, given a function from their tree to their
-        views; a chain, the first of whose states has the momentum, `mu`.
+        views, and what is declared of all leaves' shardings; a chain, the first of whose states has
+        the momentum, `mu`.
       adam_half: the transformation of AdamW's leaves, a chain like that too.
       views: as in `assign`.
       partition: as in `assign`.
-      param_shardings: how blocks lie inside a shard_map: views and rules see whole leaves.
+      declared: how leaves are sharded; inside a shard_map, views and rules see whole leaves.
 
     Returns:
       A transformation with optax's `PartitionState`. Leaves that aren't floating point are left as
@@ -67,10 +69,10 @@ def dispatch(
     _check_partition(partition)
 
     def partitioned(
-        tree: Any, assignment: Assignment, has_frozen: bool
+        tree: Any, assignment: Assignment, shardings: Shardings, has_frozen: bool
     ) -> optax.GradientTransformationExtraArgs:
         transforms: dict[Hashable, optax.GradientTransformation] = {
-            "muon": muon_half(assignment.views_of),
+            "muon": muon_half(assignment.views_of, shardings),
             "adam": passing_over(adam_half),
         }
         if has_frozen:
@@ -79,7 +81,8 @@ def dispatch(
         return optax.partition(transforms, lambda _: labels)
 
     def init(params):
-        whole = whole_shapes(params, param_shardings)
+        shardings = declared.of(params)
+        whole = whole_shapes(params, shardings.params)
         assignment = assign(whole, views, partition)
         check_rules(partition, params)
         warn_of_surprises(params, assignment)
@@ -90,20 +93,21 @@ def dispatch(
                 overruled(whole, partition, assignment),
             )
         has_frozen = views is None and _may_freeze(partition)
-        return partitioned(params, assignment, has_frozen).init(_only_floats(params))
+        return partitioned(params, assignment, shardings, has_frozen).init(_only_floats(params))
 
     def update(updates, state, params=None, **extra_args):
+        shardings = declared.of(updates if params is None else params)
         _check_kind(state)
         # Rules look at the whole tree, and must see what they saw at init.
         all_leaves = filled(updates, _momenta(state))
-        assignment = assign(whole_shapes(all_leaves, param_shardings), views, partition)
+        assignment = assign(whole_shapes(all_leaves, shardings.params), views, partition)
         _check_gradients(updates, params, state)
         _check_labels(assignment, state)
         if params is not None:
             params = without_absent(params, updates)
         wanted = None if params is None else _only_floats(params)
         has_frozen = "frozen" in state.inner_states
-        floats, state = partitioned(updates, assignment, has_frozen).update(
+        floats, state = partitioned(updates, assignment, shardings, has_frozen).update(
             _only_floats(updates), state, wanted, **extra_args
         )
         return _with_others(floats, updates, params), state

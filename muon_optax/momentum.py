@@ -11,7 +11,7 @@ import optax
 from muon_optax.checks import check_choice, check_decay, check_flag, check_float_dtype
 from muon_optax.dtypes import wide_dtype
 from muon_optax.leaf_kinds import is_float_leaf
-from muon_optax.sharding.placement import is_on_host, to_device, to_host
+from muon_optax.sharding.placement import is_abstract, is_on_host, to_device, to_host
 from muon_optax.tree_paths import leaves_with_segments, path_name, present_leaves, raise_together
 
 __all__ = [
@@ -86,7 +86,7 @@ class Momentum:
         check_choice("momentum", self.form, get_args(MomentumForm))
 
     def init_state(self, params: optax.Params) -> MuonState:
-        """The state before the first update.
+        """The state before the first update, abstract where the parameters are.
 
         Raises:
           ValueError: listing the leaves that aren't floating point.
@@ -99,8 +99,8 @@ class Momentum:
         raise_together(bad, "momentum needs floating-point leaves:")
         return MuonState(jnp.zeros([], jnp.int32), jax.tree.map(self.init, params))
 
-    def init(self, param: Any) -> jax.Array:
-        """A zero buffer in the parameter's layout."""
+    def init(self, param: Any) -> Any:
+        """A zero buffer, sharded like the parameter; a shape struct where the parameter is one."""
         dtype = param.dtype if self.dtype is None else self.dtype
         return zeros_like_parameter(param, moment_dtype(dtype, param.dtype))
 
@@ -189,15 +189,17 @@ def moment_dtype(wanted: Any, own: Any) -> jnp.dtype:
     return jax.dtypes.canonicalize_dtype(dtype)
 
 
-def zeros_like_parameter(param: Any, dtype: Any) -> jax.Array:
-    """Zeros that lie where the parameter lies, also under `jit` on a mesh without a context.
+def zeros_like_parameter(param: Any, dtype: Any) -> Any:
+    """Zeros sharded like the parameter, also under `jit` on a mesh without a context.
 
-    In host memory too, where the parameter is offloaded.
+    In host memory too, where the parameter is offloaded; a shape struct where it is one.
 
-    `jnp.zeros_like` forgets the layout there; a result that depends on the parameter's value keeps
-    it. NaN and infinity don't get through the `where`.
+    `jnp.zeros_like` forgets the sharding there; a result that depends on the parameter's value
+    keeps it. NaN and infinity don't get through the `where`.
     """
+    if is_abstract(param):
+        return jax.ShapeDtypeStruct(param.shape, dtype, sharding=param.sharding)
     if isinstance(param, jax.Array):
         zeros = jnp.where(False, to_device(param), jnp.zeros((), param.dtype)).astype(dtype)
         return to_host(zeros) if is_on_host(param) else zeros
-    return jnp.zeros(param.shape, dtype, device=getattr(param, "sharding", None))
+    return jnp.zeros(param.shape, dtype)

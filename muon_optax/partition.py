@@ -25,6 +25,7 @@ from muon_optax.tree_paths import (
     leaves_with_segments,
     path_name,
     raise_together,
+    resolve,
     short,
 )
 
@@ -162,15 +163,6 @@ def _of_floats(tree: Any, params: Any, **options: Any) -> dict[Segments, Any]:
     floats = jax.tree.map(lambda x: x if is_float_leaf(x) else None, params)
     paths = [path for path, _ in leaves_with_segments(floats)]
     return dict(zip(paths, align(tree, floats, **options), strict=True))
-
-
-def resolve(tree: Any, params: Any) -> Any:
-    """Calls a function of the parameters; a callable tree (a model) is a tree."""
-    if isinstance(tree, jax.tree_util.Partial):
-        return tree(params)
-    is_leaf = jax.tree_util.all_leaves([tree]) and not is_view(tree)
-    is_function = callable(tree) and is_leaf and not isinstance(tree, type)
-    return tree(params) if is_function else tree
 
 
 def as_rules(partition: Partition) -> tuple[Rule, ...] | None:

@@ -3,56 +3,18 @@
 import dataclasses
 from typing import Any
 
-import jax
-
 from muon_optax.checks import check_float_dtype
-from muon_optax.dtypes import compute_dtype
-from muon_optax.partition import Partition, Views, assign, check_rules
+from muon_optax.momentum import Momentum
+from muon_optax.partition import Partition, Views
+from muon_optax.plan_rows import PlanRow, UpdateOptions, plan_rows
 from muon_optax.polar import Coefficients, Method, Preconditioning
-from muon_optax.sharding.buckets import Leaf, Share
-from muon_optax.sharding.cost import DeviceModel, Strategy
+from muon_optax.sharding.cost import DeviceModel
 from muon_optax.sharding.distribute import Distribution, StrategyRules
 from muon_optax.sharding.local import Orthogonalizer, make_solver
-from muon_optax.sharding.specs import bare_spec, declared_specs, mesh_of
-from muon_optax.tables import format_table, rich_table
-from muon_optax.tree_paths import leaves_with_segments, path_name, raise_together
+from muon_optax.sharding.options import ShardingOptions
+from muon_optax.tables import format_table, quantity, rich_table
 
-__all__ = ["Plan", "PlanRow", "plan", "quantity"]
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanRow:
-    """Matrices that are handled together.
-
-    Attributes:
-      leaves: paths of the leaves they come from.
-      count: number of matrices, as one device counts them.
-      matrix: sizes of the leaves' matrix axes, in the leaf's own order.
-      spec: how these axes lie.
-      dtype: of exchange and products.
-      strategy: how they are brought together.
-      share_axes: replicating mesh axes that divide the work.
-      chunks: number of exchanges they are cut into.
-      bytes: bytes that a device receives.
-      flops: FLOPs of the device that does most of them.
-      added_flops: what they add to the device that does most of all.
-      seconds: on the device model.
-      reason: why this strategy.
-    """
-
-    leaves: tuple[str, ...]
-    count: int
-    matrix: tuple[int, ...]
-    spec: str
-    dtype: str
-    strategy: Strategy
-    share_axes: tuple[str, ...]
-    chunks: int
-    bytes: int
-    flops: int
-    added_flops: int
-    seconds: float
-    reason: str
+__all__ = ["Plan", "PlanRow", "plan"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +26,7 @@ class Plan:
       device: name of the device model.
 
     Example:
+      >>> import jax
       >>> found = plan({"w": jax.ShapeDtypeStruct((64, 256), "float32")}, device="h100")
       >>> [(row.leaves, row.strategy, row.reason) for row in found.rows]
       [(('w',), 'local', 'matrices are whole here')]
@@ -128,19 +91,6 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
     )
 
 
-def quantity(value: float, unit: str) -> str:
-    """A number with three digits and a decimal prefix.
-
-    Example:
-      >>> quantity(763_000_000, "B"), quantity(0.00025, "s"), quantity(0, "B")
-      ('763 MB', '250 us', '0 B')
-    """
-    for power, prefix in zip(range(15, -10, -3), "PTGMk mun", strict=True):
-        if value >= 10.0**power:
-            return f"{value / 10.0**power:.3g} {prefix.strip()}{unit}"
-    return f"{value:.3g} {unit}"
-
-
 def plan(
     params: Any,
     param_shardings: Any = None,
@@ -154,16 +104,19 @@ def plan(
     ns_dtype: Any = None,
     orthogonalizer: Orthogonalizer | None = None,
     partition: Partition = None,
+    mu_shardings: Any = None,
     strategy: StrategyRules = "auto",
     max_workspace_bytes: int | None = None,
     device: str | DeviceModel = "auto",
 ) -> Plan:
     """What `muon` with these arguments will do on each device, before any training.
 
+    That of a jitted update, to whose tracers concrete arrays on Auto mesh axes don't show how they
+    are sharded. Gradients are taken to be sharded like the parameters.
+
     Args:
       params: the parameters, as arrays or shape structs.
-      param_shardings: how they lie, as given to `muon`; read off `params` where it isn't given.
-        With ZeRO-1, give what `mu_shardings` says.
+      param_shardings: as given to `muon`.
       ns_coeffs: as given to `muon`.
       ns_steps: as given to `muon`.
       mu_dtype: as given to `muon`.
@@ -173,6 +126,7 @@ def plan(
       ns_dtype: as given to `muon`.
       orthogonalizer: as given to `muon`.
       partition: as given to `muon`.
+      mu_shardings: as given to `muon`.
       strategy: as given to `muon`.
       max_workspace_bytes: as given to `muon`.
       device: as given to `muon`.
@@ -184,6 +138,7 @@ def plan(
       ValueError, TypeError: as `muon(...).init(params)` and its update do.
 
     Example:
+      >>> import jax
       >>> mesh = jax.sharding.AbstractMesh((8,), ("fsdp",))
       >>> rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
       >>> shape = jax.ShapeDtypeStruct((4096, 14336), "bfloat16")
@@ -191,61 +146,21 @@ def plan(
       >>> chosen.rows[0].strategy, chosen.bytes == 2 * 4096 * 14336 * 2 * 7 // 8
       ('all_to_all', True)
     """
-    check_float_dtype("mu_dtype", mu_dtype)
     check_float_dtype("ns_dtype", ns_dtype)
-    solver = make_solver(
-        ns_coeffs,
-        ns_steps,
-        preconditioning=preconditioning,
-        method=ns_method,
-        orthogonalizer=orthogonalizer,
+    options = UpdateOptions(
+        make_solver(
+            ns_coeffs,
+            ns_steps,
+            preconditioning=preconditioning,
+            method=ns_method,
+            orthogonalizer=orthogonalizer,
+        ),
+        Momentum(0.0, mu_dtype, nesterov=False, bias_correction=False, form="ema"),
+        ns_dtype,
+        Distribution(strategy, max_workspace_bytes, device),
+        ShardingOptions(param_shardings, mu_shardings),
+        muon_weight_dimension_numbers,
+        partition,
     )
-    spread = Distribution(param_shardings, strategy, max_workspace_bytes, device)
-    check_rules(partition, params)
-    assignment = assign(params, muon_weight_dimension_numbers, partition)
-    ours, views = assignment.muon_part(params)
-    _check_meshes(ours, param_shardings)
-    dtypes = [compute_dtype(ns_dtype, mu_dtype or x.dtype) for x in jax.tree.leaves(ours)]
-    leaves = spread.leaves(ours, views, dtypes)
-    model, buckets = spread.plan(leaves, solver)
-    rows = [
-        _row(share, [leaves[i] for i in bucket.members])
-        for bucket in buckets
-        for share in bucket.shares
-    ]
-    return Plan(tuple(rows), model.name)
-
-
-def _check_meshes(tree: Any, declared: Any) -> None:
-    """A spec whose axes have no sizes would be planned as if the leaf were whole."""
-    pairs = zip(leaves_with_segments(tree), declared_specs(declared, tree), strict=True)
-    problems = [
-        f"{path_name(path)}: got {spec}"
-        for (path, leaf), spec in pairs
-        if spec is not None and any(bare_spec(spec)) and mesh_of(leaf, spec) is None
-    ]
-    raise_together(
-        problems,
-        "a PartitionSpec needs a mesh; give a NamedSharding, or plan within jax.set_mesh(mesh):",
-    )
-
-
-def _row(share: Share, leaves: list[Leaf]) -> PlanRow:
-    first, cost = leaves[0], share.cost
-    axes = first.view.stack_axes
-    spec = first.layout.spec or ((),) * len(first.view.shape)
-    return PlanRow(
-        leaves=tuple(leaf.path for leaf in leaves),
-        count=share.count,
-        matrix=tuple(first.view.shape[a] for a in axes),
-        spec=", ".join("*".join(spec[a]) or "-" for a in axes),
-        dtype=first.dtype,
-        strategy=share.strategy,
-        share_axes=share.axes,
-        chunks=len(list(share.chunks)),
-        bytes=cost.bytes,
-        flops=cost.flops,
-        added_flops=share.added,
-        seconds=cost.seconds,
-        reason=share.reason,
-    )
+    model, rows = plan_rows(options, params)
+    return Plan(rows, model.name)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["format_table", "rich_table"]
+__all__ = ["format_table", "quantity", "rich_table"]
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -28,3 +28,16 @@ def rich_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]],
     for row in rows:
         table.add_row(*map(Text, row))  # names may hold what rich takes for markup
     return table
+
+
+def quantity(value: float, unit: str) -> str:
+    """A number with three digits and a decimal prefix.
+
+    Example:
+      >>> quantity(763_000_000, "B"), quantity(0.00025, "s"), quantity(0, "B")
+      ('763 MB', '250 us', '0 B')
+    """
+    for power, prefix in zip(range(15, -10, -3), "PTGMk mun", strict=True):
+        if value >= 10.0**power:
+            return f"{value / 10.0**power:.3g} {prefix.strip()}{unit}"
+    return f"{value:.3g} {unit}"

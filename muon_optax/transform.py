@@ -6,7 +6,6 @@ state, so that the momentum mix is formed and rounded where the exchange between
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,21 +26,19 @@ from muon_optax.momentum import (
 from muon_optax.partition import Views, assign
 from muon_optax.polar import Coefficients, Method, PrecisionName, Preconditioning
 from muon_optax.scaling import Scale, Scaling, resolve_scaling
-from muon_optax.sharding.buckets import Leaf
 from muon_optax.sharding.buffers import Elementwise
 from muon_optax.sharding.cost import DeviceModel
 from muon_optax.sharding.distribute import Distribution, StrategyRules
 from muon_optax.sharding.local import Orthogonalizer, make_solver
+from muon_optax.sharding.options import ShardingOptions
 from muon_optax.sharding.placement import (
     check_fits,
     check_stays,
-    homes_of,
     in_its_place,
     place,
     to_declared_memory,
     to_device,
     to_memory_of,
-    to_types_of,
 )
 from muon_optax.sharding.specs import Layout, read_layouts, whole_shapes
 from muon_optax.tree_paths import cast_like, graft, raise_together
@@ -131,8 +128,9 @@ def orthogonalize(
       orthogonalizer: a function on (batch, m, n), used instead of Newton-Schulz.
       weight_dimension_numbers: a view, a tree of views, or a function that returns one; None takes
         every leaf for a [fan-in, fan-out] matrix.
-      param_shardings: how the parameters lie: a tree (or a prefix of one) of NamedSharding,
-        PartitionSpec or arrays. Explicit meshes don't need it.
+      param_shardings: how the parameters are sharded: a tree (or a prefix of one) of NamedSharding,
+        PartitionSpec or arrays, or a function of the parameters that returns one. None reads Flax's
+        metadata. Explicit meshes don't need it.
       strategy: how sharded matrices are brought together: 'auto', 'gather', 'all_to_all', 'gram'
         or 'local', or (pattern, strategy) pairs with patterns as in `Rule`.
       max_workspace_bytes: bound of one exchange's workspace on a device; None is the larger of
@@ -161,19 +159,21 @@ def orthogonalize(
         orthogonalizer=orthogonalizer,
         adaptive=adaptive,
     )
-    spread = Distribution(param_shardings, strategy, max_workspace_bytes, device)
+    declared = ShardingOptions(param_shardings)
+    spread = Distribution(strategy, max_workspace_bytes, device)
 
     def init(params):
         spread.check_patterns(params)
-        _bound_views(whole_shapes(params, param_shardings), weight_dimension_numbers)
+        whole = whole_shapes(params, declared.of(params).params)
+        _bound_views(whole, weight_dimension_numbers)
         return optax.EmptyState()
 
     def update(updates, state, params=None):
-        del params
-        views = _bound_views(whole_shapes(updates, param_shardings), weight_dimension_numbers)
+        where = declared.of(updates if params is None else params).params
+        views = _bound_views(whole_shapes(updates, where), weight_dimension_numbers)
         arrays = jax.tree.leaves(updates)
         dtypes = [compute_dtype(ns_dtype, x.dtype) for x in arrays]
-        leaves = spread.leaves(updates, views, dtypes)
+        leaves = spread.leaves(updates, views, dtypes, where)
         one = np.float32(1)
         found = spread.run(leaves, solver, _AS_THEY_ARE, one, [(x,) for x in arrays])
         results = jax.tree.structure(updates).unflatten([result for (result,) in found])
@@ -212,14 +212,15 @@ def scale_by_shape(
       [[2.0, 2.0, 2.0, 2.0]]
     """
     scaling = resolve_scaling(scale, scale_factor, consistent_rms)
+    declared = ShardingOptions(param_shardings)
 
     def update(updates, state, params=None):
-        del params
-        views = _bound_views(whole_shapes(updates, param_shardings), weight_dimension_numbers)
+        where = declared.of(updates if params is None else params).params
+        views = _bound_views(whole_shapes(updates, where), weight_dimension_numbers)
         leaves, treedef = jax.tree.flatten(updates)
         layouts = [None] * len(leaves)
         if any(len(view.block_sizes) > 1 for view in views):  # else a factor serves the whole leaf
-            layouts = read_layouts(updates, param_shardings)
+            layouts = read_layouts(updates, where)
         rows = zip(leaves, views, layouts, strict=True)
         return treedef.unflatten([_scaled(scaling, *row) for row in rows]), state
 
@@ -269,8 +270,8 @@ def scale_by_muon(
       ns_precision: as in `orthogonalize`.
       orthogonalizer: as in `orthogonalize`; it gets the momentum mix.
       param_shardings: as in `orthogonalize`.
-      mu_shardings: where the momentum lies, if not like the parameter, as in ZeRO-1 or in host
-        memory: a tree like `param_shardings`.
+      mu_shardings: how the momentum is sharded, if not like the parameter, as in ZeRO-1 or in host
+        memory: a tree or a function like `param_shardings`.
       strategy: as in `orthogonalize`.
       max_workspace_bytes: as in `orthogonalize`.
       device: as in `orthogonalize`.
@@ -302,39 +303,37 @@ def scale_by_muon(
         orthogonalizer=orthogonalizer,
         adaptive=adaptive,
     )
-    # Gradients go to where the momentum lies, and only results to where the parameters lie.
-    working_shardings = param_shardings if mu_shardings is None else mu_shardings
-    spread = Distribution(working_shardings, strategy, max_workspace_bytes, device)
+    declared = ShardingOptions(param_shardings, mu_shardings)
+    spread = Distribution(strategy, max_workspace_bytes, device)
 
     def init(params):
+        where = declared.of(params)
         spread.check_patterns(params)
-        _bound_views(whole_shapes(params, param_shardings), weight_dimension_numbers)
-        check_stays(params, param_shardings, mu_shardings)
-        check_fits(params, mu_shardings)
+        _bound_views(whole_shapes(params, where.params), weight_dimension_numbers)
+        check_stays(params, where.params, where.momentum)
+        check_fits(params, where.momentum)
         state = buffer.init_state(params)
-        if mu_shardings is None:
+        if where.momentum is None:
             return state
-        placed = to_memory_of(state.mu, place(to_device(state.mu), mu_shardings))
-        return state._replace(mu=to_declared_memory(placed, mu_shardings))
+        placed = to_memory_of(state.mu, place(to_device(state.mu), where.momentum))
+        return state._replace(mu=to_declared_memory(placed, where.momentum))
 
     def update(updates, state, params=None):
         check_belongs(state, updates)
         like = updates if params is None else graft(params, updates)
-        homes = homes_of(like, param_shardings)
-        check_stays(updates, param_shardings, mu_shardings)
-        updates = to_types_of(state.mu, place(updates, mu_shardings))
-        views = _bound_views(whole_shapes(updates, working_shardings), weight_dimension_numbers)
-        treedef = jax.tree.structure(updates)
-        grads, mu = jax.tree.leaves(updates), jax.tree.leaves(graft(state.mu, updates))
-        dtypes = [compute_dtype(ns_dtype, m.dtype) for m in mu]
-        leaves = spread.leaves(updates, views, dtypes, homes)
+        where = declared.of(updates if params is None else params)
+        check_stays(updates, where.params, where.momentum)
+        views = _bound_views(whole_shapes(updates, where.working), weight_dimension_numbers)
+        mu = graft(state.mu, updates)
+        ready = spread.prepare(updates, mu, like, views, ns_dtype, where)
         count = jnp.asarray(optax.safe_increment(state.count))
-        weights, operands = buffer.weights(count), list(zip(grads, mu, strict=True))
-        found = spread.run(leaves, solver, _MOMENTUM, weights, operands)
-        results = place(treedef.unflatten([result for result, _ in found]), _ends(homes, leaves))
+        operands = zip(jax.tree.leaves(ready.updates), jax.tree.leaves(mu), strict=True)
+        found = spread.run(ready.leaves, solver, _MOMENTUM, buffer.weights(count), list(operands))
+        treedef = jax.tree.structure(updates)
+        results = place(treedef.unflatten([result for result, _ in found]), ready.moves)
         results = jax.tree.map(functools.partial(_cast_update, update_dtype), results, updates)
         new = cast_like(treedef.unflatten([kept for _, kept in found]), state.mu)
-        return results, MuonState(count, place(new, mu_shardings))
+        return results, MuonState(count, place(new, where.momentum))
 
     return in_its_place(passing_over(optax.GradientTransformation(init, update)))
 
@@ -346,14 +345,6 @@ _MOMENTUM = Elementwise(
 )
 # The factor of one changes nothing: a chunk that isn't due yet is held back by it.
 _AS_THEY_ARE = Elementwise(prepare=lambda one, x: one.astype(x.dtype) * x, keep=lambda *_: ())
-
-
-def _ends(homes: Sequence[Layout | None], leaves: Sequence[Leaf]) -> list[Layout | None]:
-    """Where results still have to go; None where they lie as they should."""
-    return [
-        home if home and home.type_key != leaf.layout.type_key else None
-        for home, leaf in zip(homes, leaves, strict=True)
-    ]
 
 
 def _cast_update(update_dtype: Any, x: jax.Array, grad: jax.Array) -> jax.Array:

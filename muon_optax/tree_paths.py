@@ -20,12 +20,15 @@ __all__ = [
     "graft",
     "has_unnamed",
     "is_absent",
+    "is_box",
+    "is_function",
     "is_masked",
     "leaves_with_segments",
     "masked_unless",
     "path_name",
     "present_leaves",
     "raise_together",
+    "resolve",
     "segments_of",
     "short",
     "whole_variables",
@@ -80,8 +83,19 @@ def short(x: Any, most: int = 80) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
+def is_function(tree: Any) -> bool:
+    """Whether an argument that may be a tree is a function; a callable tree (a model) is a tree."""
+    is_leaf = callable(tree) and jax.tree_util.all_leaves([tree]) and not isinstance(tree, type)
+    return is_leaf or isinstance(tree, jax.tree_util.Partial)
+
+
+def resolve(tree: Any, params: Any) -> Any:
+    """The tree, or what it returns where it is a function of the parameters."""
+    return tree(params) if is_function(tree) else tree
+
+
 @functools.cache
-def _is_box(kind: type) -> bool:
+def is_box(kind: type) -> bool:
     """Whether a type is what Flax wraps variables in: an NNX Variable, or a Linen box."""
     boxes = {("flax.nnx.variablelib", "Variable"), ("flax.core.meta", "AxisMetadata")}
     return any((c.__module__, c.__name__) in boxes for c in kind.__mro__)
@@ -117,14 +131,14 @@ def _raise_of_twins(keyed: Sequence[tuple[KeyPath, Any]]) -> None:
 
 def _unboxed(tree: Any, is_leaf: Callable[[Any], bool] | None) -> list[tuple[KeyPath, Any]]:
     def stops(x: Any) -> bool:
-        is_inner_box = x is not tree and _is_box(type(x))
+        is_inner_box = x is not tree and is_box(type(x))
         return is_inner_box or (is_leaf is not None and is_leaf(x))
 
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=stops)
     leaves = []
     for path, leaf in flat:
-        is_wrapped = _is_box(type(tree)) and path[:1] == (GetAttrKey("value"),)
-        is_inner_box = leaf is not tree and _is_box(type(leaf))
+        is_wrapped = is_box(type(tree)) and path[:1] == (GetAttrKey("value"),)
+        is_inner_box = leaf is not tree and is_box(type(leaf))
         inner = _unboxed(leaf, is_leaf) if is_inner_box else [((), leaf)]
         leaves += [((*path[is_wrapped:], *rest), x) for rest, x in inner]
     return leaves
@@ -148,7 +162,7 @@ def whole_variables(tree: Any) -> Any:
         are_marks = all(isinstance(x, str) or is_masked(x) for x in entries)
         return entries[0] if are_marks and len(set(entries)) == 1 else variable
 
-    is_variable = lambda x: _is_box(type(x))  # noqa: E731
+    is_variable = lambda x: is_box(type(x))  # noqa: E731
     return jax.tree.map(lambda x: only(x) if is_variable(x) else x, tree, is_leaf=is_variable)
 
 

@@ -20,6 +20,7 @@ from muon_optax import (
     muon,
 )
 from muon_optax.dispatch import dispatch
+from muon_optax.sharding.options import ShardingOptions
 
 
 def stamped(number: float, then: Any = lambda updates, params: updates) -> Any:
@@ -34,7 +35,9 @@ def stamped(number: float, then: Any = lambda updates, params: updates) -> Any:
 
 def stamps(views: Any = None, partition: Any = None) -> Any:
     """Muon's leaves times 2, AdamW's times 3."""
-    return dispatch(lambda views: stamped(2.0), stamped(3.0), views, partition)
+    return dispatch(
+        lambda views, _: stamped(2.0), stamped(3.0), views, partition, ShardingOptions()
+    )
 
 
 PARAMS = {
@@ -114,7 +117,7 @@ def test_the_muon_half_learns_the_views_of_its_own_tree():
     view = MatrixView(0, 1, heads=2)
     seen = []
 
-    def half(views_of):
+    def half(views_of, _):
         def look(updates, params):
             seen.append(views_of(updates))
             return updates
@@ -122,7 +125,7 @@ def test_the_muon_half_learns_the_views_of_its_own_tree():
         return stamped(2.0, look)
 
     views = {"mlp": {"kernel": view, "bias": None}, "embed": None}
-    first_update(dispatch(half, stamped(3.0), views, None), PARAMS)
+    first_update(dispatch(half, stamped(3.0), views, None, ShardingOptions()), PARAMS)
     assert seen[0]["mlp"]["kernel"].matrices == ((2, 4, 3),)
     assert seen[0]["mlp"]["bias"] == seen[0]["embed"]["embedding"] == optax.MaskedNode()
 

@@ -24,9 +24,9 @@ from running import first_update
 
 import muon_optax
 from muon_optax import MatrixView, interop, muon, plan, recipes, report
-from muon_optax.plans import quantity
 from muon_optax.polar import SCHEDULES
 from muon_optax.scaling import Scale
+from muon_optax.tables import quantity
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -147,13 +147,17 @@ def test_the_strategies_of_the_layouts():
     for _, spec, axes, want in rows:
         sizes = dict(pair.split("=") for pair in axes.strip("`").split(", "))
         mesh = AbstractMesh(tuple(map(int, sizes.values())), tuple(sizes))
-        where = NamedSharding(mesh, eval(spec.strip("`"), {"P": PartitionSpec}))
+        param, *momentum = re.findall(r"`(.*?)`", spec)
+        where, *there = (
+            NamedSharding(mesh, eval(each, {"P": PartitionSpec})) for each in (param, *momentum)
+        )
         is_stack = len(where.spec) == 3
         shape = (8, 4096, 14336) if is_stack else (4096, 14336)
         leaves = [jax.ShapeDtypeStruct(shape, "bfloat16")] * (1 if is_stack else 8)
-        view = MatrixView(-2, -1)
-        made = plan(leaves, where, device="h100", muon_weight_dimension_numbers=view)
-        (row,) = made.rows
+        options = {"device": "h100", "muon_weight_dimension_numbers": MatrixView(-2, -1)}
+        made = plan(leaves, where, mu_shardings=there[0] if there else None, **options)
+        row, *moves = made.rows
+        assert {move.strategy for move in moves} <= {"reshard"}
         shared = f" / {', '.join(row.share_axes)}" if row.share_axes else ""
         assert want == f"{row.strategy}{shared}, {quantity(made.bytes, 'B')}", spec
 

@@ -42,6 +42,7 @@ def test_results_written_in_place_are_those_of_whole_matrices(kind, strategy):
     sharded.check(leaves, mesh, param_shardings=where, strategy=strategy, device=OVERLAPPING)
 
 
+@pytest.mark.filterwarnings("ignore:max_workspace_bytes")  # one matrix at a time
 @pytest.mark.parametrize("overlaps", [True, False])
 @pytest.mark.parametrize("dtypes", [("float32", None), ("float32", "bfloat16"), ("bfloat16", None)])
 def test_several_steps_are_those_of_one_device(dtypes, overlaps):
@@ -74,6 +75,7 @@ def as_float(x: jax.Array) -> np.ndarray:
     return np.asarray(x, np.float64)
 
 
+@pytest.mark.filterwarnings("ignore:max_workspace_bytes")  # one matrix at a time
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_results_that_end_elsewhere_have_a_place_of_their_own(dtype):
     leaves = {"w": Leaf((59, *WIDE), P(None, "f"), STACK), "v": Leaf(WIDE, P("f"))}
@@ -161,6 +163,7 @@ ACROSS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:max_workspace_bytes")  # one matrix at a time
 @pytest.mark.parametrize("strategy", ["auto", "gather", "all_to_all"])
 @pytest.mark.parametrize("device", [OVERLAPPING, sharded.SLOW], ids=["in_place", "joined"])
 def test_matrices_that_lie_across_are_orthogonalised_as_they_lie(device, strategy):

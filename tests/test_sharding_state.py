@@ -14,7 +14,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import FAST, STACK, Leaf, make_mesh
 
-from muon_optax import muon, scale_by_muon, state_shardings
+from muon_optax import (
+    muon,
+    orthogonalize,
+    scale_by_momentum,
+    scale_by_muon,
+    scale_by_shape,
+    state_shardings,
+)
 
 SIZES = {"x": 2, "y": 4}
 SPECS = {"kernel": P("x", "y"), "bias": P("y"), "embedding": P("y", "x")}
@@ -91,6 +98,68 @@ def test_an_abstract_init_is_like_a_real_one(dtype):
         assert jax.tree.all(same)
 
 
+HUGE = {"up": (2**22, 2**22), "embed": (2**22, 2**22), "bias": (2**22,)}  # 64 TiB each
+
+
+def huge(spec: P | None = None, **sharding: Any) -> Any:
+    where = None if spec is None else NamedSharding(make_mesh(SIZES), spec, **sharding)
+    shapes = {n: jax.ShapeDtypeStruct(s, "bfloat16", sharding=where) for n, s in HUGE.items()}
+    return {**shapes, "step": jax.ShapeDtypeStruct((), "int32")}
+
+
+def test_abstract_parameters_have_an_abstract_state():
+    tx: Any = muon(lambda count: 0.1, mu_dtype="float32", weight_decay=lambda count: 0.1)
+    params = huge()
+    state = tx.init(params)
+    assert state == jax.eval_shape(tx.init, params)
+    (mu,) = jax.tree.leaves(state.inner_states["muon"].inner_state[0].mu)
+    assert mu == jax.ShapeDtypeStruct(HUGE["up"], "float32")
+    first = state.inner_states["adam"].inner_state[0]
+    assert first.nu["embed"] == jax.ShapeDtypeStruct(HUGE["embed"], "bfloat16")
+    assert first.count == jax.ShapeDtypeStruct((), "int32")
+
+
+def test_an_abstract_state_says_how_it_is_sharded():
+    params = huge(P("x"))
+    there = {name: NamedSharding(make_mesh(SIZES), P("x", "y")) for name in ("up", "embed")}
+    there = {**there, "bias": None, "step": None}
+    tx: Any = muon(lambda count: 0.1, mu_shardings=there)
+    shardings = jax.tree.map(lambda x: x.sharding, tx.init(params))
+    where = {
+        **jax.tree.map(lambda x: x.sharding, params),
+        "step": NamedSharding(make_mesh(SIZES), P()),
+    }
+    assert shardings == state_shardings(
+        tx, params, where, mu_shardings={**where, "up": there["up"]}
+    )
+    mu = shardings.inner_states["muon"].inner_state[0].mu["up"]
+    assert mu.spec == P("x", "y")
+
+
+def test_an_abstract_state_in_host_memory():
+    on_host = {"up": huge(P("x"), memory_kind="pinned_host")["up"]}
+    in_place: Any = scale_by_muon().init(on_host)
+    declared = NamedSharding(make_mesh(SIZES), P("x", "y"), memory_kind="pinned_host")
+    moved: Any = scale_by_muon(mu_shardings=declared).init({"up": huge(P("x"))["up"]})
+    assert in_place.mu["up"].sharding == on_host["up"].sharding
+    assert moved.mu["up"].sharding == declared
+    assert moved.count.sharding == NamedSharding(make_mesh(SIZES), P())
+
+
+@pytest.mark.parametrize("piece", [scale_by_muon, scale_by_momentum, orthogonalize, scale_by_shape])
+def test_pieces_are_abstract_too(piece):
+    params = {"up": huge()["up"]}
+    assert piece().init(params) == jax.eval_shape(piece().init, params)
+
+
+def test_one_abstract_leaf_makes_its_moments_and_the_counts_abstract():
+    tx: Any = scale_by_momentum()
+    state = tx.init({"w": jnp.ones(3), "v": jax.ShapeDtypeStruct((2,), "float32")})
+    np.testing.assert_array_equal(state.mu["w"], 0)
+    assert state.mu["v"] == jax.ShapeDtypeStruct((2,), "float32")
+    assert state.count == jax.ShapeDtypeStruct((), "int32")
+
+
 def optimizers():
     inner = muon(0.1, FAST)
     return {
@@ -152,7 +221,7 @@ def test_state_shardings_of_abstract_parameters_can_hold_arrays(kind):
 
 def test_state_shardings_names_the_leaves_it_knows_nothing_of():
     structs = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in SHAPES.items()}
-    message = r"(?s)where these leaves lie.*  bias: give a NamedSharding.*embedding.*kernel"
+    message = r"(?s)how these leaves are sharded.*  bias: give a NamedSharding.*embedding.*kernel"
     with pytest.raises(ValueError, match=message):
         state_shardings(muon(0.1), structs)
 
@@ -351,3 +420,82 @@ def test_state_shardings_of_momentum_that_lies_elsewhere():
     sharded.assert_lies(dict(moments(state.inner_states["muon"]))["kernel"], there["kernel"])
     for name, x in moments(state.inner_states["adam"]):
         sharded.assert_lies(x, where[name])
+
+
+# Prefixes
+
+UNEVEN = {"w": (16, 32), "bias": (4,), "step_size": (), "odd": (12, 32)}
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+@pytest.mark.parametrize("spec", [P("f"), P("f", None), P(None, "f")])
+def test_leaves_that_a_prefix_can_not_cut_are_replicated(kind, spec):
+    mesh = make_mesh({"f": 8}, kind)
+    where = NamedSharding(mesh, spec)
+    params = {
+        "model": {n: jax.ShapeDtypeStruct(shape, "float32") for n, shape in UNEVEN.items()},
+        "norm": jax.ShapeDtypeStruct((8,), "float32"),
+    }
+    tx = optax.adam(0.1)
+    found = state_shardings(tx, params, {"model": where, "norm": NamedSharding(mesh, P("f"))})
+    whole = NamedSharding(mesh, P())
+    fits = {"w", "odd"} if spec[0] is None else {"w"}
+    wanted = {name: where if name in fits else whole for name in UNEVEN}
+    assert found[0].mu == {"model": wanted, "norm": NamedSharding(mesh, P("f"))}
+    state = jax.jit(tx.init, out_shardings=found)(jax.tree.map(lambda x: jnp.ones(x.shape), params))
+    sharded.assert_lies(state[0].nu["model"]["bias"], whole)
+
+
+def test_leaves_that_a_prefix_of_the_momentum_can_not_cut_are_replicated():
+    mesh = make_mesh({"f": 8})
+    params = {n: jax.ShapeDtypeStruct(s, "float32") for n, s in SHAPES.items()}
+    params["bias"] = jax.ShapeDtypeStruct((4,), "float32")
+    rows, whole = NamedSharding(mesh, P("f")), NamedSharding(mesh, P())
+    tx: Any = muon(0.1, mu_shardings=rows)
+    found = state_shardings(tx, params, whole, mu_shardings=rows)
+    assert found.inner_states["muon"].inner_state[0].mu["kernel"] == rows
+    assert found.inner_states["adam"].inner_state[0].mu["bias"] == whole
+
+
+def test_an_entry_of_a_leafs_own_that_can_not_cut_it_is_an_error_that_names_it():
+    mesh = make_mesh({"f": 8})
+    params = {n: jax.ShapeDtypeStruct(shape, "float32") for n, shape in UNEVEN.items()}
+    rows = {name: NamedSharding(mesh, P("f")) for name in UNEVEN}
+    message = r"bias: P\('f',\) can't cut shape \(4,\)(?s:.*)  odd: (?s:.*)  step_size: "
+    with pytest.raises(ValueError, match=message):
+        state_shardings(optax.adam(0.1), params, rows)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda init: init], ids=["jit", "eager"])
+def test_a_state_made_under_vmap_goes_on_under_vmap(jit):
+    """JAX maps over arrays that are all sharded over the members: counts too."""
+    mesh = make_mesh({"members": 2, "f": 4})
+    leaf = Leaf((4, 16, 32), P("members", "f"), STACK)
+    where = NamedSharding(mesh, leaf.spec)
+    bias = jax.device_put(np.ones((4, 8), np.float32), NamedSharding(mesh, P("members")))
+    grads = [leaf.gradient(seed) for seed in (0, 10)]
+    params = {"w": jax.device_put(grads[0].astype("float32"), where), "b": bias}
+    tx: Any = muon(lambda count: 0.1 / (1 + count), FAST)
+    state = jit(jax.vmap(tx.init))(params)
+    counts = [x for x in jax.tree.leaves(state) if x.dtype == jnp.int32]
+    assert len(counts) == 4
+    for count in counts:
+        sharded.assert_lies(count, NamedSharding(mesh, P("members")))
+        np.testing.assert_array_equal(count, 0)
+    step, updates = sharded.jit(jax.vmap(tx.update)), []
+    for grad in grads:
+        new, state = step({**params, "w": jax.device_put(grad, where)}, state, params)
+        updates.append(new["w"])
+    for i in range(4):
+        mine = [grad[i] for grad in grads]
+        mixes = reference.mixes(mine)
+        for t, update in enumerate(updates):
+            want = -0.1 / (1 + t) * 2**0.5 * reference.newton_schulz(mixes[t], FAST)
+            assert reference.relative_error(np.asarray(update)[i], want) <= 1e-5
+
+
+def test_a_nan_among_the_parameters_does_not_get_into_counts_under_vmap():
+    mesh = make_mesh({"members": 8})
+    params = jax.device_put(np.full((8, 4, 4), np.nan), NamedSharding(mesh, P("members")))
+    state: Any = jax.vmap(scale_by_momentum().init)(params)
+    np.testing.assert_array_equal(state.count, 0)

@@ -8,13 +8,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import make_mesh
 
-from muon_optax.sharding.specs import (
-    Layout,
-    declared_specs,
-    read_layout,
-    read_layouts,
-    whole_shapes,
-)
+from muon_optax.sharding.declared import declared_specs
+from muon_optax.sharding.specs import Layout, read_layout, read_layouts, whole_shapes
 
 SIZES = {"x": 2, "y": 4, "one": 1}
 SHAPE = (8, 16, 32)
@@ -212,8 +207,16 @@ def test_undeclared_blocks_inside_a_shard_map_are_an_error_for_each_of_them():
     with pytest.raises(ValueError, match=r"(?s)a: .*'x'.*b: .*'y'") as caught:
         in_shard_map(lambda tree: read_layouts(tree, None), specs, shapes)
     assert "c:" not in str(caught.value)
-    with pytest.raises(ValueError, match=r"(?s)a: .*b: .*c: .*check_vma=False"):
+    with pytest.raises(ValueError, match=r"lie:\n  a, b, c: inside a pmap.*check_vma=False"):
         in_shard_map(lambda tree: read_layouts(tree, None), specs, shapes, check_vma=False)
+
+
+def test_inside_a_pmap_one_line_is_told_of_all_leaves():
+    params = {f"layer_{i:02}": jnp.ones((8, 16, 32)) for i in range(12)}
+    message = r"they lie:\n  layer_00, (layer_0\d, )+layer_07 and 4 more: inside a pmap, "
+    with pytest.raises(ValueError, match=message) as caught:
+        jax.pmap(lambda tree: len(read_layouts(tree, None)))(params)
+    assert str(caught.value).split("\n--")[0].count("\n") == 1
 
 
 def test_shapes_outside_a_shard_map_are_left_as_they_are():

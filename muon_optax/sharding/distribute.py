@@ -1,29 +1,55 @@
-"""From leaves to results: reads how they lie, plans, and runs the plan."""
+"""From leaves to results: reads how they are sharded, plans, and runs the plan."""
 
 import dataclasses
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from muon_optax.checks import check_choice, check_static
+from muon_optax.dtypes import compute_dtype
 from muon_optax.matrix_view import BoundView
 from muon_optax.notices import warn_about
 from muon_optax.rules import first_match, unmatched
-from muon_optax.sharding.buckets import Bucket, Leaf
+from muon_optax.sharding.buckets import Bucket, Leaf, Share
 from muon_optax.sharding.buffers import Arrays, Elementwise
 from muon_optax.sharding.cost import DeviceModel, device_model
 from muon_optax.sharding.local import Solver
+from muon_optax.sharding.options import Shardings
 from muon_optax.sharding.pipeline import run_buckets
-from muon_optax.sharding.planner import STRATEGIES, plan_leaves
-from muon_optax.sharding.specs import Layout, as_declared, is_spec, read_layouts
+from muon_optax.sharding.placement import homes_of, place, to_types_of
+from muon_optax.sharding.planner import STRATEGIES, least_workspace, plan_leaves
+from muon_optax.sharding.specs import Layout, read_layouts
 from muon_optax.tree_paths import Segments, leaves_with_segments, path_name, raise_together
 
-__all__ = ["Distribution", "StrategyRules"]
+__all__ = ["Distribution", "Prepared", "StrategyRules"]
 
 StrategyRules = str | Sequence[tuple[str, str]]
+
+
+class Prepared(NamedTuple):
+    """An update's leaves where they are worked on.
+
+    Attributes:
+      updates: the gradients, sharded like the momentum.
+      leaves: what the planner takes, in flattening order.
+      homes: how each leaf's parameter, and so its result, is sharded; None where blocks stay as
+        they are.
+    """
+
+    updates: Any
+    leaves: list[Leaf]
+    homes: list[Layout | None]
+
+    @property
+    def moves(self) -> list[Layout | None]:
+        """Where results still have to be moved to; None where they are sharded as they should."""
+        return [
+            home if home and home.type_key != leaf.layout.type_key else None
+            for home, leaf in zip(self.homes, self.leaves, strict=True)
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,13 +57,11 @@ class Distribution:
     """How the work is spread over devices, as the user asks for it.
 
     Attributes:
-      param_shardings: how the parameters lie, where the arrays' types don't say it.
       strategy: 'auto', a strategy, or (pattern, strategy) pairs, the first match winning.
       max_workspace_bytes: bound of the workspace of one exchange on a device.
       device: a name or a model, for the cost model.
     """
 
-    param_shardings: Any = None
     strategy: StrategyRules = "auto"
     max_workspace_bytes: int | None = None
     device: str | DeviceModel = "auto"
@@ -52,8 +76,6 @@ class Distribution:
             raise ValueError(
                 f"max_workspace_bytes must be a positive integer or None, got {limit!r}"
             )
-        for entry in jax.tree.leaves(self.param_shardings, is_leaf=is_spec):
-            as_declared(entry)  # raises for what says nothing of a layout
         device_model(self.device, "cpu")  # raises for an unknown name; JAX isn't asked for devices
 
     def check_patterns(self, tree: Any) -> None:
@@ -68,11 +90,40 @@ class Distribution:
             list(map(repr, unused)), "these patterns of strategy match no leaf of Muon's:"
         )
 
+    def prepare(
+        self,
+        updates: Any,
+        mu: Any,
+        like: Any,
+        views: Sequence[BoundView],
+        ns_dtype: Any,
+        shardings: Shardings,
+    ) -> Prepared:
+        """Moves gradients to where the momentum is, and reads how all is sharded.
+
+        Args:
+          updates: the gradients.
+          mu: the momentum, in the containers of `updates`.
+          like: the parameters, in these too, or the gradients where nothing else is known.
+          views: a view a leaf.
+          ns_dtype: as given to `muon`.
+          shardings: what is declared of parameters and momentum.
+
+        Returns:
+          What can be planned and run.
+        """
+        homes = homes_of(like, shardings.params)
+        moved = to_types_of(mu, place(updates, shardings.momentum))
+        dtypes = [compute_dtype(ns_dtype, m.dtype) for m in jax.tree.leaves(mu)]
+        leaves = self.leaves(moved, views, dtypes, shardings.working, homes)
+        return Prepared(moved, leaves, homes)
+
     def leaves(
         self,
         tree: Any,
         views: Sequence[BoundView],
         dtypes: Sequence[Any],
+        declared: Any,
         homes: Sequence[Layout | None] | None = None,
     ) -> list[Leaf]:
         """What the planner takes.
@@ -81,13 +132,14 @@ class Distribution:
           tree: the leaves, as arrays or shape structs.
           views: a view a leaf.
           dtypes: a dtype a leaf, to exchange and compute in.
-          homes: a layout a leaf, how the results will lie, if otherwise.
+          declared: how they are sharded, as in `declared_specs`.
+          homes: a layout a leaf, how the results will be sharded, if otherwise.
 
         Returns:
           One `Leaf` for each leaf of `tree`.
         """
         paths = [path for path, _ in leaves_with_segments(tree)]
-        layouts = read_layouts(tree, self.param_shardings)
+        layouts = read_layouts(tree, declared)
         ends = [
             home and _whole_end(view, layout, home)
             for view, layout, home in zip(views, layouts, homes or [None] * len(views), strict=True)
@@ -106,6 +158,12 @@ class Distribution:
         limit = self.max_workspace_bytes
         return device, plan_leaves(tuple(leaves), solver.newton_schulz, device, limit)
 
+    def exceeded_by(self, share: Share, leaf: Leaf) -> int | None:
+        """Bytes of workspace that one matrix at a time takes, where that exceeds the bound."""
+        least = least_workspace(share.strategy, leaf)
+        limit = self.max_workspace_bytes
+        return least if limit is not None and least > limit else None
+
     def run(
         self,
         leaves: Sequence[Leaf],
@@ -121,9 +179,25 @@ class Distribution:
             [leaf for leaf in leaves if not leaf.layout.is_known],
         )
         device, buckets = self.plan(leaves, solver)
+        self._warn_of_workspace(leaves, buckets)
         return run_buckets(
             buckets, leaves, solver, elementwise, scalars, operands, in_order=device.overlaps
         )
+
+    def _warn_of_workspace(self, leaves: Sequence[Leaf], buckets: Sequence[Bucket]) -> None:
+        found = {
+            i: least
+            for bucket in buckets
+            for share in bucket.shares
+            if (least := self.exceeded_by(share, bucket.leaf)) is not None
+            for i in bucket.members
+        }
+        if found:
+            warn_about(
+                f"max_workspace_bytes={self.max_workspace_bytes:,} is exceeded: handled one at a "
+                f"time, these matrices take up to {max(found.values()):,} bytes on a device",
+                [leaves[i] for i in found],
+            )
 
     def _strategy_of(self, path: Segments) -> str:
         if isinstance(self.strategy, str):

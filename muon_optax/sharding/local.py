@@ -20,7 +20,7 @@ from muon_optax.polar import (
     resolve_schedule,
 )
 
-__all__ = ["Orthogonalizer", "Solver", "group_size", "make_solver"]
+__all__ = ["Orthogonalizer", "Solver", "group_size", "loop_turns", "make_solver"]
 
 Orthogonalizer = Callable[[jax.Array], jax.Array]
 
@@ -143,6 +143,16 @@ def group_size(count: int, elements: int) -> int:
     least = max(_GROUP_LEAVES, 2 * batch)
     sizes = (n for n in range(least, count) if count % n == 0 and n % batch == 0)
     return next(sizes, count)
+
+
+def loop_turns(count: int, elements: int) -> int:
+    """In how many turns of a loop `count` stacked matrices are orthogonalised.
+
+    Example:
+      >>> loop_turns(16, 64 * 256), loop_turns(16, 128 * 1024)
+      (1, 8)
+    """
+    return count // _batch_size(count, elements) if count else 0
 
 
 def _batch_size(count: int, elements: int) -> int:

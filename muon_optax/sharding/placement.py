@@ -17,17 +17,16 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from muon_optax.sharding.specs import (
+from muon_optax.sharding.declared import (
     Declared,
-    Layout,
     bare_spec,
     declared_specs,
     is_spec,
     mesh_of,
-    read_layout,
-    read_layouts,
     spec_without,
 )
+from muon_optax.sharding.reductions import check_summed, reduced_like, summed
+from muon_optax.sharding.specs import Layout, read_layout, read_layouts
 from muon_optax.sharding.surroundings import mapped_axes
 from muon_optax.tree_paths import align, graft, leaves_with_segments, path_name, raise_together
 
@@ -37,6 +36,7 @@ __all__ = [
     "check_stays",
     "homes_of",
     "in_its_place",
+    "is_abstract",
     "is_on_host",
     "names_host",
     "on_mesh_of",
@@ -55,7 +55,7 @@ def place(tree: Any, where: Any) -> Any:
     """Moves each leaf of a tree to another layout.
 
     Args:
-      tree: arrays.
+      tree: arrays, or shape structs, which get the sharding.
       where: as in `declared_specs`, or a list with a `Layout` or None for each leaf. A leaf of
         which nothing is said or known stays.
 
@@ -70,11 +70,13 @@ def place(tree: Any, where: Any) -> Any:
     return treedef.unflatten([_placed(x, spec) for x, spec in zip(leaves, specs, strict=True)])
 
 
-def _placed(x: jax.Array, declared: Declared) -> jax.Array:
+def _placed(x: Any, declared: Declared) -> Any:
     mesh = mesh_of(x, declared)
     if declared is None or mesh is None:
         return x
     spec = spec_without(bare_spec(declared), mesh.manual_axes)  # blocks stay where they are
+    if is_abstract(x):
+        return x.update(sharding=NamedSharding(mesh, spec))
     is_mixed = bool(mesh.explicit_axes and mesh.auto_axes)
     if is_mixed and isinstance(mesh, Mesh) and not isinstance(x, Tracer):
         # Outside of jit a constraint on Auto axes would undo what reshard did.
@@ -181,8 +183,13 @@ def check_fits(tree: Any, there: Any) -> None:
 
 
 def is_on_host(x: Any) -> bool:
-    """Whether an array, traced or not, lies in pinned host memory: its type says so."""
+    """Whether an array, traced or not, is in pinned host memory: its type says so."""
     return isinstance(x, jax.Array) and jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
+def is_abstract(x: Any) -> bool:
+    """Whether a leaf is a shape without data."""
+    return isinstance(x, jax.ShapeDtypeStruct)
 
 
 def to_device(tree: Any) -> Any:
@@ -192,9 +199,11 @@ def to_device(tree: Any) -> Any:
     )
 
 
-def to_host(x: jax.Array) -> jax.Array:
-    """The array in host memory, sharded as it was."""
-    return jax.device_put(x, jax.memory.Space.Host)
+def to_host(x: Any) -> Any:
+    """The array, or shape struct, in host memory, sharded as it was."""
+    if not is_abstract(x):
+        return jax.device_put(x, jax.memory.Space.Host)
+    return x if x.sharding is None else x.update(sharding=x.sharding.with_memory_kind(HOST_MEMORY))
 
 
 def to_memory_of(old: Any, new: Any) -> Any:
@@ -232,34 +241,70 @@ def in_its_place(
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps updates and state of `inner` in the memory, and on the mesh, that they came from.
 
-    Counts are born where the parameters were put, as an update leaves them: else the second step
-    would be traced and compiled anew. Updates are formed in device memory, since JAX multiplies no
-    array of one memory with one of another, and go back with the state to where they came from.
+    Counts are made where the parameters are, as an update leaves them: else the second step would
+    be traced and compiled anew. Updates are formed in device memory, since JAX multiplies no array
+    of one memory with one of another, and go back with the state to where they came from. Unreduced
+    gradients are summed, and updates have the types of their parameters.
     """
     inner = optax.with_extra_args_support(inner)
 
     def init(params):
-        state, home = inner.init(params), _replicated_home(params)
+        state, home = inner.init(summed(params)), _replicated_home(params)
+        zero = _mapped_zero(params)
+        if zero is not None:
+            return jax.tree.map(lambda x: x if x.ndim else x + zero.astype(x.dtype), state)
+        if any(map(is_abstract, jax.tree.leaves(params))):
+            return jax.tree.map(lambda x: _abstract(x, home), state)
         return jax.tree.map(lambda x: x if home is None else _scalar_at(home, x), state)
 
     def update(updates, state, params=None, **extra_args):
+        check_summed(updates)
+        like = updates if params is None else params
         new, new_state = inner.update(
-            to_device(updates), to_device(state), to_device(params), **extra_args
+            to_device(summed(updates)), to_device(state), to_device(summed(params)), **extra_args
         )
-        return to_memory_of(updates, new), to_memory_of(state, new_state)
+        new = reduced_like(like, to_memory_of(updates, new))
+        return new, to_memory_of(state, new_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _mapped_zero(params: Any) -> jax.Array | None:
+    """A zero that is mapped as the parameters are by a `vmap` over Explicit mesh axes, if any is.
+
+    Constants come out of such a `vmap` replicated, and another one refuses them beside moments that
+    are sharded over the members. So a count has to depend on a parameter: on none of its elements,
+    since those may be NaN.
+    """
+    arrays = (x for x in jax.tree.leaves(params) if isinstance(x, jax.Array) and x.ndim)
+    x = next(arrays, None)
+    if x is None or not mapped_axes(jax.typeof(x).sharding.mesh):
+        return None
+    return jnp.sum(jax.lax.slice_in_dim(x, 0, 0))
+
+
 def _replicated_home(params: Any) -> Sharding | None:
     """All of the mesh, or the device, that parameters were put on; None where JAX chose it."""
-    arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
-    put = [x.sharding for x in arrays if not isinstance(x, Tracer) and x.committed]
+    put = [sharding for x in jax.tree.leaves(params) if (sharding := _put_on(x)) is not None]
     if not put:
         return None
     if isinstance(put[0], NamedSharding):
         return NamedSharding(put[0].mesh, PartitionSpec())
     return SingleDeviceSharding(min(put[0].device_set, key=lambda device: device.id))
+
+
+def _put_on(x: Any) -> Sharding | None:
+    """Where an array was put, or is to be put if it is a shape struct."""
+    if is_abstract(x):
+        return x.sharding
+    is_concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer)
+    return x.sharding if is_concrete and x.committed else None
+
+
+def _abstract(x: Any, home: Sharding | None) -> Any:
+    """A count in the state of abstract parameters as a shape struct; all else stays."""
+    is_new = isinstance(x, jax.Array) and x.ndim == 0
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home) if is_new else x
 
 
 def _scalar_at(home: Sharding, x: Any) -> Any:

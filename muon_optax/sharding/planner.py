@@ -21,7 +21,7 @@ from muon_optax.sharding.loads import Loads
 from muon_optax.sharding.local import group_size
 from muon_optax.tree_paths import raise_together
 
-__all__ = ["STRATEGIES", "plan_leaves"]
+__all__ = ["STRATEGIES", "least_workspace", "plan_leaves"]
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
@@ -79,6 +79,17 @@ def plan_leaves(
     plans = planned(dict.fromkeys(floors, 0.0)), planned(floors)
     best = min(plans, key=lambda buckets: sum(s.cost.seconds for b in buckets for s in b.shares))
     return tuple(_without_lone_skip(best, device))
+
+
+def least_workspace(strategy: Strategy, leaf: Leaf) -> int:
+    """Bytes of workspace on a device while it handles one matrix of a leaf at a time."""
+    matrix = leaf.view.fan_in * leaf.view.fan_out * jnp.dtype(leaf.dtype).itemsize
+    return (_places(strategy) + 2) * matrix
+
+
+def _places(strategy: Strategy) -> int:
+    """How often a matrix is on a device at once: as slices and whole, in and out."""
+    return 1 if strategy == "local" else 4
 
 
 def _work(leaf: Leaf, solver: NewtonSchulz | None) -> Work:
@@ -251,9 +262,8 @@ class _Chooser:
         large ones are a loop of products, which hides less of the exchange than the products
         themselves, so those that take much longer than the latency go one by one.
         """
-        places = 1 if strategy == "local" else 4
         held = self.budget // max(1, work.matrix_bytes)
-        at_once = max(1, (held - 2) // places)
+        at_once = max(1, (held - 2) // _places(strategy))
         seconds = work.matrix_bytes / self.device.bandwidth_over(work.shard_axes, dict(work.sizes))
         is_large = seconds > 5 * self.device.latency
         if self.device.overlaps and is_large and strategy != "local":

@@ -15,26 +15,20 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from muon_optax.sharding.declared import (
+    Axes,
+    Declared,
+    as_axes,
+    bare_spec,
+    declared_specs,
+    mesh_of,
+    plain_spec,
+    spec_without,
+)
 from muon_optax.sharding.surroundings import mapped_axes, varying_axes
-from muon_optax.tree_paths import align, leaves_with_segments, path_name, raise_together
+from muon_optax.tree_paths import leaves_with_segments, path_name, raise_together
 
-__all__ = [
-    "Axes",
-    "Declared",
-    "Layout",
-    "as_declared",
-    "bare_spec",
-    "declared_specs",
-    "is_spec",
-    "mesh_of",
-    "read_layout",
-    "read_layouts",
-    "spec_without",
-    "whole_shapes",
-]
-
-Axes = tuple[str, ...]
-Declared = NamedSharding | PartitionSpec | None
+__all__ = ["Axes", "Layout", "read_layout", "read_layouts", "whole_shapes"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +97,7 @@ class Layout:
 
         On an Explicit mesh they are all in the array's type.
         """
-        dims = [_as_axes(entry) for entry in self.written or ()]
+        dims = [as_axes(entry) for entry in self.written or ()]
         return (*dims, *[()] * (len(self.shape) - len(dims)))
 
     @property
@@ -121,51 +115,6 @@ class Layout:
         return dataclasses.replace(self, spec=spec, written=spec_without(self.written, axes))
 
 
-def declared_specs(where: Any, params: Any) -> list[Declared]:
-    """What the user declares of each leaf of `params`.
-
-    Args:
-      where: None, or a tree (or a prefix of one) of NamedSharding, PartitionSpec, arrays, or
-        shape structs with a sharding; a None entry says nothing.
-      params: the tree of leaves.
-
-    Returns:
-      One entry a leaf.
-
-    Raises:
-      ValueError: if the trees don't match.
-      TypeError: for entries of another type.
-    """
-    if where is None or not jax.tree.leaves(params):
-        return [None] * len(jax.tree.leaves(params))
-    entries = align(where, params, what="shardings", is_leaf=is_spec)
-    return [as_declared(x) for x in entries]
-
-
-def is_spec(x: Any) -> bool:
-    """Whether `x` is a spec, and so one entry of a tree of shardings."""
-    return isinstance(x, PartitionSpec)
-
-
-def as_declared(entry: Any) -> Declared:
-    """What one entry of a tree of shardings says: a spec, or None for nothing.
-
-    Raises:
-      TypeError: for an entry of another type.
-    """
-    if entry is None or isinstance(entry, NamedSharding | PartitionSpec):
-        return entry
-    if isinstance(entry, Tracer):
-        return None
-    if isinstance(entry, jax.sharding.Sharding):
-        return PartitionSpec()  # on one device
-    if hasattr(entry, "sharding"):
-        return as_declared(entry.sharding)
-    raise TypeError(
-        f"a sharding must be a NamedSharding, a PartitionSpec, an array or None, got {entry!r}"
-    )
-
-
 def read_layouts(tree: Any, declared: Any) -> list[Layout]:
     """How each leaf of a tree lies.
 
@@ -181,14 +130,23 @@ def read_layouts(tree: Any, declared: Any) -> list[Layout]:
     """
     specs = declared_specs(declared, tree)
     mapped = functools.cache(mapped_axes)  # for now: another call may be in another vmap
-    layouts, problems = [], []
+    layouts = []
+    problems: dict[str, list[str]] = {}
     for (path, leaf), spec in zip(leaves_with_segments(tree), specs, strict=True):
         try:
             layouts.append(read_layout(leaf, spec, mapped))
         except ValueError as error:
-            problems.append(f"{path_name(path)}: {error}")
-    raise_together(problems, "Muon can't use these leaves as they lie:")
+            problems.setdefault(str(error), []).append(path_name(path))
+    raise_together(
+        [f"{_first_of(names)}: {problem}" for problem, names in problems.items()],
+        "Muon can't use these leaves as they lie:",
+    )
     return layouts
+
+
+def _first_of(names: list[str], most: int = 8) -> str:
+    """Names of leaves with one and the same problem, as all leaves have it inside a pmap."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "")
 
 
 def read_layout(
@@ -250,31 +208,6 @@ def whole_shapes(tree: Any, declared: Any) -> Any:
     )
 
 
-def bare_spec(declared: NamedSharding | PartitionSpec) -> PartitionSpec:
-    """The spec alone, without the mesh that a NamedSharding adds."""
-    return declared.spec if isinstance(declared, NamedSharding) else declared
-
-
-def spec_without(spec: PartitionSpec | None, axes: Sequence[str]) -> PartitionSpec:
-    """The spec without some mesh axes."""
-    dims = [tuple(a for a in _as_axes(entry) if a not in axes) for entry in spec or ()]
-    return PartitionSpec(*(dim or None for dim in dims))
-
-
-def mesh_of(x: Any, declared: Declared) -> Mesh | AbstractMesh | None:
-    """The mesh that a leaf lies on: the shard_map's, the array's, the declared, the context's."""
-    context = jax.sharding.get_abstract_mesh()
-    if context.manual_axes:
-        return context
-    own = jax.typeof(x).sharding if isinstance(x, Tracer) else getattr(x, "sharding", None)
-    found = getattr(own, "mesh", None)
-    if found is not None and not found.empty:
-        return found
-    if isinstance(declared, NamedSharding):
-        return declared.mesh
-    return None if declared is None or context.empty else context
-
-
 def _check_whole(x: Any, mesh: Mesh | AbstractMesh, manual: Axes) -> None:
     """A block taken for a matrix is silent and wrong, so what can't be told apart is refused."""
     advice = "declare with param_shardings how the parameters lie (P() for a whole matrix)"
@@ -293,23 +226,23 @@ def _check_whole(x: Any, mesh: Mesh | AbstractMesh, manual: Axes) -> None:
 
 def _typed_axes(x: Any) -> set[str]:
     """Mesh axes in an array's type."""
-    return {a for entry in tuple(jax.typeof(x).sharding.spec) for a in _as_axes(entry)}
+    return {a for entry in jax.typeof(x).sharding.spec.partitions for a in as_axes(entry)}
 
 
 def _spec_of(x: Any, declared: Declared) -> PartitionSpec:
     """What the type says where it says all, else the declared spec, else a concrete array's."""
     typed = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
     if typed is not None and set(typed.mesh.axis_types) == {AxisType.Explicit}:
-        return typed.spec
+        return plain_spec(typed.spec)
     if declared is not None:
         return bare_spec(declared)
-    return _concrete_spec(x) or jax.typeof(x).sharding.spec
+    return _concrete_spec(x) or plain_spec(jax.typeof(x).sharding.spec)
 
 
 def _concrete_spec(x: Any) -> PartitionSpec | None:
     """The spec that an array, or a shape struct, carries; None for a tracer."""
     sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
-    return sharding.spec if isinstance(sharding, NamedSharding) else None
+    return plain_spec(sharding.spec) if isinstance(sharding, NamedSharding) else None
 
 
 def _known_axes(mesh: Mesh | AbstractMesh, x: Any, declared: Declared) -> Axes:
@@ -327,7 +260,7 @@ def _normalised(spec: PartitionSpec, rank: int, mesh: Mesh | AbstractMesh) -> tu
     entries = tuple(spec)
     if len(entries) > rank:
         raise ValueError(f"{spec} has {len(entries)} entries for a leaf of {rank} dims")
-    dims = [_as_axes(entry) for entry in (*entries, *[None] * (rank - len(entries)))]
+    dims = [as_axes(entry) for entry in (*entries, *[None] * (rank - len(entries)))]
     unknown = [a for axes in dims for a in axes if a not in mesh.shape]
     if unknown:
         raise ValueError(f"{spec} names the axes {unknown}; the mesh has {mesh.axis_names}")
@@ -335,11 +268,6 @@ def _normalised(spec: PartitionSpec, rank: int, mesh: Mesh | AbstractMesh) -> tu
     if len(set(used)) < len(used):  # JAX checks a NamedSharding, but not a spec alone
         raise ValueError(f"{spec} names an axis twice; an axis cuts one dim at most")
     return tuple(tuple(a for a in axes if mesh.shape[a] > 1) for axes in dims)
-
-
-def _as_axes(entry: Any) -> Axes:
-    """An entry of a PartitionSpec as a tuple of axes."""
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 def _whole_struct(x: Any, declared: Declared, mesh: AbstractMesh) -> Any:

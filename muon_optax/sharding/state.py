@@ -1,15 +1,29 @@
-"""Where an optimizer's state lies."""
+"""How an optimizer's state is sharded."""
 
 from typing import Any
 
 import jax
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from muon_optax.momentum import MuonState
+from muon_optax.sharding.declared import (
+    Declared,
+    bare_spec,
+    declared_specs,
+    fits,
+    is_spec,
+    mesh_of,
+)
+from muon_optax.sharding.metadata import annotations_of, usable
 from muon_optax.sharding.placement import HOST_MEMORY, names_host
-from muon_optax.sharding.specs import bare_spec, declared_specs, mesh_of
-from muon_optax.tree_paths import is_masked, leaves_with_segments, path_name, raise_together
+from muon_optax.tree_paths import (
+    is_masked,
+    leaves_with_segments,
+    path_name,
+    raise_together,
+    resolve,
+)
 
 __all__ = ["state_shardings"]
 
@@ -23,20 +37,21 @@ def state_shardings(
 ) -> Any:
     """Shardings of a whole optimizer state, for `jit(out_shardings=...)` and checkpoints.
 
-    Moments and momenta lie like their parameters, all else is replicated.
+    Moments and momenta are sharded like their parameters, all else is replicated.
 
     Args:
       tx: the optimizer: `muon`, or any chain of optax transformations around it.
       params: the parameters, as arrays or shape structs.
-      param_shardings: how they lie, a tree (or a prefix of one) of NamedSharding, PartitionSpec or
-        arrays; None reads it off `params`.
-      mu_shardings: as given to `muon`: where Muon's momentum lies, if not like the parameters.
+      param_shardings: how they are sharded, a tree (or a prefix of one) of NamedSharding,
+        PartitionSpec or arrays, or a function of them that returns one; None reads it off `params`,
+        and Flax's metadata. Leaves that a prefix's spec can't cut in equal blocks are replicated.
+      mu_shardings: as given to `muon`: how Muon's momentum is sharded, if not like the parameters.
 
     Returns:
       A tree like `tx.init(params)` of NamedSharding.
 
     Raises:
-      ValueError: listing the leaves whose mesh or layout isn't known.
+      ValueError: listing the leaves whose mesh or sharding isn't known or can't be.
 
     Example:
       >>> mesh = jax.make_mesh((1,), ("fsdp",))
@@ -46,13 +61,14 @@ def state_shardings(
       >>> state.trace["w"].spec
       P('fsdp',)
     """
-    where = _named_shardings(params, param_shardings)
+    declared = resolve(param_shardings, params), resolve(mu_shardings, params)
+    where = _named_shardings(params, declared[0])
     structs = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
     state = jax.eval_shape(tx.init, structs)
     found = _like_params(tx, state, where)
-    if mu_shardings is None:
+    if declared[1] is None:
         return found
-    moved = _like_params(tx, state, _named_shardings(params, mu_shardings))
+    moved = _like_params(tx, state, _named_shardings(params, declared[1]))
     is_muon = lambda x: isinstance(x, MuonState)  # noqa: E731
     return jax.tree.map(
         lambda old, new: old._replace(mu=new.mu) if is_muon(old) else old,
@@ -76,17 +92,58 @@ def _like_params(tx: optax.GradientTransformation, state: Any, where: Any) -> An
     )
 
 
-def _named_shardings(params: Any, declared: Any) -> Any:
-    specs = declared_specs(params if declared is None else declared, params)
+def _named_shardings(params: Any, where: Any) -> Any:
+    """A NamedSharding for each parameter; `where` is a tree, or None for what `params` say."""
+    specs = _own_specs(params) if where is None else declared_specs(where, params)
+    own = {path for path, _ in leaves_with_segments(where, is_spec)}
     rows = zip(leaves_with_segments(params), specs, strict=True)
     found, problems = [], []
     for (path, leaf), spec in rows:
-        # Shape structs from `eval_shape` name an abstract mesh; the declared one has devices.
-        mesh = spec.mesh if isinstance(spec, NamedSharding) else mesh_of(leaf, spec)
-        if spec is None or mesh is None:
-            problems.append(f"{path_name(path)}: give a NamedSharding; got {spec}")
-        else:
-            kind = HOST_MEMORY if names_host(leaf) or names_host(spec) else None
-            found.append(NamedSharding(mesh, bare_spec(spec), memory_kind=kind))
-    raise_together(problems, "state_shardings doesn't know where these leaves lie:")
+        try:
+            found.append(_named_sharding(leaf, spec, from_prefix=path not in own))
+        except ValueError as error:
+            problems.append(f"{path_name(path)}: {error}")
+    raise_together(problems, "state_shardings doesn't know how these leaves are sharded:")
     return jax.tree.structure(params).unflatten(found)
+
+
+def _own_specs(params: Any) -> list[Declared]:
+    """What arrays and shape structs say, and Flax's metadata where they don't say a mesh.
+
+    To Flax, a leaf without metadata among others that have it is replicated.
+    """
+    own, said = declared_specs(params, params), annotations_of(params)
+    annotated = usable(said, params)
+    if annotated is None:
+        return own
+    leaves = leaves_with_segments(params)
+    meshes = (mesh_of(x, annotated[path]) for path, x in leaves if annotated[path] is not None)
+    replicated = NamedSharding(next(mesh for mesh in meshes if mesh), PartitionSpec())
+    return [
+        spec if isinstance(spec, NamedSharding) else annotated[path] if path in said else replicated
+        for (path, _), spec in zip(leaves, own, strict=True)
+    ]
+
+
+def _named_sharding(leaf: Any, spec: Declared, *, from_prefix: bool) -> NamedSharding:
+    # Shape structs from `eval_shape` name an abstract mesh; the declared one has devices.
+    mesh = spec.mesh if isinstance(spec, NamedSharding) else mesh_of(leaf, spec)
+    if spec is None or mesh is None:
+        raise ValueError(f"give a NamedSharding; got {spec}")
+    mesh = _with_devices(mesh)
+    kind = HOST_MEMORY if names_host(leaf) or names_host(spec) else None
+    sharding = NamedSharding(mesh, bare_spec(spec), memory_kind=kind)
+    if fits(sharding.spec, leaf.shape, mesh):
+        return sharding
+    if from_prefix:
+        return sharding.update(spec=PartitionSpec())
+    raise ValueError(f"{sharding.spec} can't cut shape {tuple(leaf.shape)} on {mesh.shape}")
+
+
+def _with_devices(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    """The context's mesh, where it is the one that an abstract mesh stands for."""
+    try:
+        context = jax.sharding.get_mesh()
+    except ValueError:  # inside a jit JAX doesn't say which devices it will run on
+        return mesh
+    return context if not context.empty and context.abstract_mesh == mesh else mesh

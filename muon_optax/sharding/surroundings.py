@@ -5,12 +5,17 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-__all__ = ["mapped_axes", "varying_axes"]
+__all__ = ["mapped_axes", "unreduced_axes", "varying_axes"]
 
 
 def varying_axes(x: Any) -> frozenset[str]:
     """Manual mesh axes over which an array's values differ, as far as its type says."""
     return jax.typeof(x).manual_axis_type.varying
+
+
+def unreduced_axes(x: Any) -> frozenset[str]:
+    """Manual mesh axes over whose devices an array's summands are spread."""
+    return jax.typeof(x).manual_axis_type.unreduced
 
 
 def mapped_axes(mesh: Mesh | AbstractMesh) -> frozenset[str]:

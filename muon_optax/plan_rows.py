@@ -1,0 +1,335 @@
+"""What an update does, as rows: read from a trace like its own, and planned by the same code."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from muon_optax.momentum import Momentum
+from muon_optax.partition import Assignment, Partition, Views, assign, check_rules
+from muon_optax.sharding.buckets import Leaf, Share
+from muon_optax.sharding.cost import Cost, DeviceModel
+from muon_optax.sharding.declared import Axes, bare_spec, declared_specs, mesh_of
+from muon_optax.sharding.distribute import Distribution, Prepared
+from muon_optax.sharding.local import Solver, loop_turns
+from muon_optax.sharding.options import ShardingOptions, Shardings
+from muon_optax.sharding.partitioner import partitioner_cost
+from muon_optax.sharding.placement import check_fits, check_stays, place, to_device
+from muon_optax.sharding.reductions import reduced_axes, summed
+from muon_optax.sharding.resharding import moved_axes, resharding_bytes, summing_bytes
+from muon_optax.sharding.specs import Layout, read_layout
+from muon_optax.tables import quantity
+from muon_optax.tree_paths import leaves_with_segments, path_name, raise_together
+
+__all__ = ["PlanRow", "UpdateOptions", "plan_rows"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRow:
+    """Matrices that are handled together.
+
+    Attributes:
+      leaves: paths of the leaves they come from.
+      count: number of matrices, as one device counts them.
+      matrix: sizes of the leaves' matrix axes, in the leaf's own order.
+      spec: how these axes are sharded.
+      dtype: of collectives and matmuls.
+      strategy: how the matrices are brought together; 'partitioner' where that is left to XLA, and
+        'reshard' where gradients or results move between the shardings of parameters and momentum.
+      share_axes: replicating mesh axes that divide the work.
+      chunks: number of parts they are cut into, of which each is sent at once.
+      bytes: bytes that a device receives.
+      flops: FLOPs of the device that does most of them.
+      added_flops: what they add to the device that does most of all.
+      seconds: on the device model.
+      reason: why this strategy.
+    """
+
+    leaves: tuple[str, ...]
+    count: int
+    matrix: tuple[int, ...]
+    spec: str
+    dtype: str
+    strategy: str
+    share_axes: tuple[str, ...]
+    chunks: int
+    bytes: int
+    flops: int
+    added_flops: int
+    seconds: float
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateOptions:
+    """What of `muon`'s options decides how an update is computed on a mesh.
+
+    Attributes:
+      orthogonalizer: what is done with each matrix.
+      momentum: whose dtype matrices have.
+      ns_dtype: dtype to orthogonalise in, None for the momentum's.
+      distribution: strategies, workspace and device.
+      declared: shardings of parameters and momentum.
+      views: which axes make matrices.
+      partition: who gets Muon.
+    """
+
+    orthogonalizer: Solver
+    momentum: Momentum
+    ns_dtype: Any
+    distribution: Distribution
+    declared: ShardingOptions
+    views: Views
+    partition: Partition
+
+
+def plan_rows(options: UpdateOptions, params: Any) -> tuple[DeviceModel, tuple[PlanRow, ...]]:
+    """What a traced update of these parameters does.
+
+    Args:
+      options: those of the optimizer.
+      params: arrays or shape structs; gradients are taken to be sharded like them.
+
+    Returns:
+      The device model, and the rows, costliest matrices first.
+
+    Raises:
+      ValueError, TypeError: as `init` and `update` do.
+    """
+    assignment = assign(params, options.views, options.partition)
+    check_rules(options.partition, params)
+    ours, _ = assignment.muon_part(params)
+    options.distribution.check_patterns(ours)
+    prepared = _traced(options, params, assignment)
+    arrays, leaves = jax.tree.leaves(ours), prepared.leaves
+    hidden = _hidden(arrays, leaves)
+    notes = _notes(arrays, prepared)
+    seen = [leaf for i, leaf in enumerate(leaves) if i not in hidden]
+    model, planned = _planned_rows(options, seen, notes)
+    rows = [row for row, _ in planned]
+    rows += _partitioner_rows(options, leaves, hidden, model)
+    rows += [_move_row(move, moved, model) for move, moved in _moves(arrays, prepared).items()]
+    return model, tuple(rows)
+
+
+def _traced(options: UpdateOptions, params: Any, assignment: Assignment) -> Prepared:
+    """What an update prepares, from tracers: concrete arrays show more than it can see."""
+    treedef = jax.tree.structure(params)
+    found: list[Prepared] = []
+    errors: list[Exception] = []
+
+    def trace(arrays):
+        try:
+            found.append(_prepared(options, treedef.unflatten(arrays), assignment))
+        except (TypeError, ValueError) as error:  # JAX would add its frames to the message
+            errors.append(error)
+        return ()
+
+    jax.eval_shape(trace, jax.tree.leaves(params))
+    for error in errors:
+        raise error
+    return found[0]
+
+
+def _prepared(options: UpdateOptions, params: Any, assignment: Assignment) -> Prepared:
+    """What an update of traced parameters prepares; gradients are like these."""
+    where = options.declared.of(params)
+    ours, views = assignment.muon_part(to_device(summed(params)))
+    _check_meshes(ours, where)
+    check_stays(ours, where.params, where.momentum)
+    check_fits(ours, where.momentum)
+    mu = place(jax.tree.map(options.momentum.init, ours), where.momentum)
+    return options.distribution.prepare(ours, mu, ours, views, options.ns_dtype, where)
+
+
+def _check_meshes(tree: Any, where: Shardings) -> None:
+    """A spec whose axes have no sizes would be planned as if the leaf were replicated."""
+    leaves = leaves_with_segments(tree)
+    problems = [
+        f"{path_name(path)}: got {spec}"
+        for declared in where
+        for (path, leaf), spec in zip(leaves, declared_specs(declared, tree), strict=True)
+        if spec is not None and any(bare_spec(spec)) and mesh_of(leaf, spec) is None
+    ]
+    raise_together(
+        list(dict.fromkeys(problems)),
+        "a PartitionSpec needs a mesh; give a NamedSharding, or plan within jax.set_mesh(mesh):",
+    )
+
+
+def _hidden(arrays: Sequence[Any], leaves: Sequence[Leaf]) -> dict[int, Layout]:
+    """How leaves are sharded whose sharding no trace can see, where the arrays at hand say it."""
+    unknown = [i for i, leaf in enumerate(leaves) if not leaf.layout.is_known]
+    found = {i: read_layout(summed(arrays[i])) for i in unknown}
+    return {i: layout for i, layout in found.items() if layout.is_known}
+
+
+def _notes(arrays: Sequence[Any], prepared: Prepared) -> dict[str, str]:
+    """What the reader of a plan should know of a leaf, by its path."""
+    notes = {}
+    for x, leaf, home in zip(arrays, prepared.leaves, prepared.homes, strict=True):
+        if home is None or not leaf.layout.is_known:
+            continue
+        if not home.is_known:
+            notes[leaf.path] = (
+                "results stay sharded like the momentum, as traced arrays hide how parameters are: "
+                "give param_shardings"
+            )
+        elif unseen := _unseen_axes(read_layout(summed(x)), home):
+            notes[leaf.path] = (
+                f"the partitioner adds collectives over the Auto axes {', '.join(unseen)}, which "
+                "traced arrays hide: give param_shardings"
+            )
+    return notes
+
+
+def _unseen_axes(actual: Layout, seen: Layout) -> Axes:
+    """Mesh axes that shard a leaf, though the trace can't see it."""
+    dims = range(len(actual.shape))
+    return tuple(a for a in actual.axes_of(dims) if a not in seen.known)
+
+
+def _planned_rows(
+    options: UpdateOptions, leaves: Sequence[Leaf], notes: Mapping[str, str]
+) -> tuple[DeviceModel, list[tuple[PlanRow, Leaf]]]:
+    """The device model, and the rows of leaves, with the leaf that stands for each row's."""
+    model, buckets = options.distribution.plan(leaves, options.orthogonalizer)
+    rows = []
+    for bucket in buckets:
+        members = [leaves[i] for i in bucket.members]
+        for share in bucket.shares:
+            said = {notes[leaf.path]: None for leaf in members if leaf.path in notes}
+            least = options.distribution.exceeded_by(share, bucket.leaf)
+            if least is not None:
+                said[f"more than max_workspace_bytes: {least:,} B for one at a time"] = None
+            rows.append((_row(share, members, "; ".join([share.reason, *said])), bucket.leaf))
+    return model, rows
+
+
+def _row(share: Share, leaves: Sequence[Leaf], reason: str) -> PlanRow:
+    first, cost = leaves[0], share.cost
+    return PlanRow(
+        leaves=tuple(leaf.path for leaf in leaves),
+        count=share.count,
+        matrix=_matrix(first),
+        spec=_spec_text(first.layout, first.view.stack_axes),
+        dtype=first.dtype,
+        strategy=share.strategy,
+        share_axes=share.axes,
+        chunks=len(list(share.chunks)),
+        bytes=cost.bytes,
+        flops=cost.flops,
+        added_flops=share.added,
+        seconds=cost.seconds,
+        reason=reason,
+    )
+
+
+def _matrix(leaf: Leaf) -> tuple[int, ...]:
+    return tuple(leaf.shape[a] for a in leaf.view.stack_axes)
+
+
+def _spec_text(layout: Layout, dims: Sequence[int] | None = None) -> str:
+    spec = layout.spec or ((),) * len(layout.shape)
+    chosen = range(len(spec)) if dims is None else dims
+    return ", ".join("*".join(spec[a]) or "-" for a in chosen)
+
+
+def _partitioner_rows(
+    options: UpdateOptions, leaves: Sequence[Leaf], hidden: dict[int, Layout], model: DeviceModel
+) -> Iterator[PlanRow]:
+    """Rows of leaves whose sharding the trace can't see, and what declaring it would make them."""
+    declared = [dataclasses.replace(leaves[i], layout=layout) for i, layout in hidden.items()]
+    iteration = options.orthogonalizer.newton_schulz
+    for row, leaf in _planned_rows(options, declared, {})[1]:
+        turns = loop_turns(leaf.view.batch, leaf.view.fan_in * leaf.view.fan_out)
+        cost = partitioner_cost(leaf, row.count, turns, iteration, model)
+        yield dataclasses.replace(
+            row,
+            strategy="partitioner",
+            share_axes=(),
+            chunks=1,
+            bytes=cost.bytes,
+            flops=cost.flops,
+            added_flops=cost.flops,
+            seconds=cost.seconds,
+            reason=_hidden_reason(cost, row),
+        )
+
+
+def _hidden_reason(cost: Cost, declared: PlanRow) -> str:
+    does = "the partitioner adds collectives to every step" if cost.bytes else "all devices do all"
+    return (
+        f"traced arrays hide their sharding on Auto axes, so {does}; with param_shardings: "
+        f"{declared.strategy}, {quantity(declared.bytes, 'B')}"
+    )
+
+
+class _Move(NamedTuple):
+    """How a leaf's gradients or results move; leaves of which it is the same share a row."""
+
+    reason: str
+    matrix: tuple[int, ...]
+    spec: str
+    dtype: str
+    bytes: int
+    axes: Axes
+
+
+def _moves(arrays: Sequence[Any], prepared: Prepared) -> dict[_Move, list[Leaf]]:
+    """How gradients and results move, beside what strategies send."""
+    found: dict[_Move, list[Leaf]] = {}
+    rows = zip(arrays, prepared.leaves, prepared.homes, prepared.moves, strict=True)
+    for x, leaf, home, end in rows:
+        if home is None or not (home.mesh and home.known and leaf.layout.known):
+            continue
+        moves = [_sum(x, leaf, home), _move(leaf, home, leaf.layout, x.dtype, _TO_MOMENTUM)]
+        if end is not None:
+            moves.append(_move(leaf, leaf.home or leaf.layout, end, leaf.dtype, _TO_PARAMETERS))
+        for move in moves:
+            if move.bytes:
+                found.setdefault(move, []).append(leaf)
+    return found
+
+
+_TO_MOMENTUM = "gradients go to where the momentum is"
+_TO_PARAMETERS = "results go to where the parameters are"
+
+
+def _sum(x: Any, leaf: Leaf, home: Layout) -> _Move:
+    """The all-reduce of a gradient whose parameter's type is reduced."""
+    axes = tuple(sorted(reduced_axes(x)))
+    dtype = jnp.dtype(x.dtype)
+    size = summing_bytes(home, axes, dtype.itemsize)
+    reason = f"gradients come unreduced over {', '.join(axes)}, and are summed"
+    return _Move(reason, _matrix(leaf), _spec_text(home), dtype.name, size, axes)
+
+
+def _move(leaf: Leaf, old: Layout, new: Layout, dtype: Any, reason: str) -> _Move:
+    dtype = jnp.dtype(dtype)
+    size = resharding_bytes(old, new, dtype.itemsize)
+    text = f"{_spec_text(old)} -> {_spec_text(new)}"
+    return _Move(reason, _matrix(leaf), text, dtype.name, size, moved_axes(old, new))
+
+
+def _move_row(move: _Move, leaves: Sequence[Leaf], model: DeviceModel) -> PlanRow:
+    mesh = leaves[0].layout.mesh
+    sizes = {} if mesh is None else dict(mesh.shape)
+    received = len(leaves) * move.bytes
+    return PlanRow(
+        leaves=tuple(leaf.path for leaf in leaves),
+        count=sum(leaf.count for leaf in leaves),
+        matrix=move.matrix,
+        spec=move.spec,
+        dtype=move.dtype,
+        strategy="reshard",
+        share_axes=(),
+        chunks=1,
+        bytes=received,
+        flops=0,
+        added_flops=0,
+        seconds=received / model.bandwidth_over(move.axes, sizes) + model.latency,
+        reason=move.reason,
+    )
