@@ -23,7 +23,8 @@ def state_shardings(
 ) -> Any:
     """Shardings of a whole optimizer state, for `jit(out_shardings=...)` and checkpoints.
 
-    Moments and momenta lie like their parameters, all else is replicated.
+    Moments and momenta lie like their parameters, those that are summed over some dims like what
+    is left of them; all else is replicated.
 
     Args:
       tx: the optimizer: `muon`, or any chain of optax transformations around it.
@@ -49,10 +50,10 @@ def state_shardings(
     where = _named_shardings(params, param_shardings)
     structs = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
     state = jax.eval_shape(tx.init, structs)
-    found = _like_params(tx, state, where)
+    found = _like_params(tx, state, structs, where)
     if mu_shardings is None:
         return found
-    moved = _like_params(tx, state, _named_shardings(params, mu_shardings))
+    moved = _like_params(tx, state, structs, _named_shardings(params, mu_shardings))
     is_muon = lambda x: isinstance(x, MuonState)  # noqa: E731
     return jax.tree.map(
         lambda old, new: old._replace(mu=new.mu) if is_muon(old) else old,
@@ -62,18 +63,30 @@ def state_shardings(
     )
 
 
-def _like_params(tx: optax.GradientTransformation, state: Any, where: Any) -> Any:
+def _like_params(tx: optax.GradientTransformation, state: Any, params: Any, where: Any) -> Any:
     """The state with each parameter-like leaf replaced by its sharding, others replicated."""
     mesh = next((s.mesh for s in jax.tree.leaves(where)), None)
     rest = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     return optax.tree_map_params(
         tx,
-        lambda leaf, sharding: leaf if is_masked(leaf) else sharding,
+        lambda leaf, *like: leaf if is_masked(leaf) else _of_kept_dims(leaf.shape, *like),
         state,
+        params,
         where,
         transform_non_params=lambda _: rest,
         is_leaf=is_masked,
     )
+
+
+def _of_kept_dims(
+    shape: tuple[int, ...], param: jax.ShapeDtypeStruct, sharding: NamedSharding
+) -> NamedSharding:
+    """The sharding of an array that has the dims of a parameter, or 1 where it was summed over."""
+    if shape == param.shape:
+        return sharding
+    rows = zip(shape, param.shape, (*sharding.spec, *[None] * len(param.shape)), strict=False)
+    spec = [axes if n == whole else None for n, whole, axes in rows]
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
 
 
 def _named_shardings(params: Any, declared: Any) -> Any:
