@@ -31,6 +31,11 @@ class EntryState(NamedTuple):
 
     Attributes:
       nu: for each leaf an array of the parameter's shape, in float32 at least.
+
+    Example:
+      >>> state = scale_by_entry().init({"w": jnp.ones((4, 8), "bfloat16")})
+      >>> state.nu["w"].shape, state.nu["w"].dtype.name
+      ((4, 8), 'float32')
     """
 
     nu: optax.Updates

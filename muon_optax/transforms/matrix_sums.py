@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from muon_optax.dtypes import wide_dtype
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.specs import Layout
+from muon_optax.sharding.trace_context import varying_axes
 
 __all__ = ["AxisSums", "MatrixSums", "Role", "Sums", "products", "quotient", "squares"]
 
@@ -221,9 +222,20 @@ def _all_reduced(
             out_specs=outs,
             axis_names=open_axes,
         )(x)
-    axes = tuple(a for a in layout.axes_of(dims) if a in layout.manual)
     sums = block_sums(layout, x)
+    axes = tuple(a for a in layout.axes_of(dims) if a in layout.manual) + _axes_of_size_1(sums)
     return jax.lax.psum(sums, axes) if axes else sums
+
+
+def _axes_of_size_1(x: jax.Array) -> tuple[str, ...]:
+    """Manual axes of size 1 over which an array varies by its type.
+
+    Layouts leave them out, but what is summed over must not vary by its type either: the user's
+    shard_map checks it.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    varying = varying_axes(x)
+    return tuple(a for a in mesh.manual_axes if a in varying and mesh.shape[a] == 1)
 
 
 def _takes_shard_map(layout: Layout, x: jax.Array) -> bool:

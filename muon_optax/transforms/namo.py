@@ -43,6 +43,11 @@ class NamoState(NamedTuple):
         array with the leaf's dims, those that a norm is over as 1; where blocks are fused along
         those, a last dim has an entry for each block.
       then: the state of `then`.
+
+    Example:
+      >>> state = scale_by_namo(each="input").init({"w": jnp.ones((4, 8))})
+      >>> state.muon.mu["w"].shape, state.nu["w"].shape
+      ((4, 8), (4, 1))
     """
 
     muon: MuonState

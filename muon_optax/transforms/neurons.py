@@ -40,6 +40,11 @@ class NeuronState(NamedTuple):
         where blocks are fused along those, a last dim has an entry for each block.
       nu_input: of inputs, likewise, with the output axes as 1; None unless moments are kept for the
         longer side. Leaves that have no use for one of the two have `optax.MaskedNode` there.
+
+    Example:
+      >>> state = scale_by_neuron(each="longer").init({"wide": jnp.ones((8, 4))})
+      >>> state.nu, state.nu_input["wide"].shape
+      ({'wide': MaskedNode()}, (8, 1))
     """
 
     nu: optax.Updates

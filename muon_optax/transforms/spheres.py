@@ -44,6 +44,11 @@ class HyperballState(NamedTuple):
       radius: for each leaf the norms at `init`, in float32 at least: an array with the leaf's dims,
         those that a sphere spans as 1; where blocks are fused along those, a last dim has an entry
         for each block. None where the radius isn't the initial norm.
+
+    Example:
+      >>> state = hyperball(0.01).init({"w": jnp.array([[3.0, 4.0]])})
+      >>> int(state.count), state.radius["w"].tolist()
+      (0, [[5.0]])
     """
 
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
