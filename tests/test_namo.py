@@ -105,6 +105,14 @@ def test_momentum_may_be_sharded_otherwise(kind, each):
                 assert reference.relative_error(got, matrix.update(g, None)) <= 1e-5
 
 
+@pytest.mark.parametrize(
+    "options", [{"clamp": 0.0}, {"each": "output"}, {"beta2": 1.0}, {"bias_correction": 1}]
+)
+def test_options_out_of_range(options):
+    with pytest.raises((ValueError, TypeError), match=next(iter(options))):
+        scale_by_namo(**options)
+
+
 def test_gradients_of_zero_change_nothing():
     tx: Any = scale_by_namo(each="input")
     zero = jnp.zeros((4, 6))

@@ -206,7 +206,7 @@ def test_members_of_an_ensemble_on_an_explicit_mesh():
     got = sharded.jit(jax.vmap(step))(place(grads), place(params))
     assert got.sharding.spec == spec
     for i, update in enumerate(np.asarray(got)):
-        want = step(jnp.asarray(grads[i]), jnp.asarray(params[i]))
+        want: Any = step(jnp.asarray(grads[i]), jnp.asarray(params[i]))
         np.testing.assert_allclose(update, want, rtol=1e-5, atol=1e-6)
 
 
@@ -252,10 +252,41 @@ def test_steps_that_are_skipped_move_nothing():
     assert third.inner_opt_state[1].count == 1
 
 
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+def test_the_same_under_zero_1(kind):
+    """Replicated parameters, and a sharded momentum; no second step is traced anew."""
+    mesh = sharded.make_mesh({"data": 2}, kind)
+    where = {name: jax.NamedSharding(mesh, P()) for name in SHAPES}
+    there = {name: jax.NamedSharding(mesh, P("data")) for name in SHAPES}
+
+    def chain(**options):
+        direction = scale_by_muon(
+            sharded.FAST,
+            weight_dimension_numbers=VIEWS,
+            mu_shardings=there if options else None,
+            **options,
+        )
+        return optax.chain(direction, make("neuron", **options), make("hyperball", **options))
+
+    grads = [meshes.arrays(t, SHAPES) for t in (1, 2)]
+    want, _, _ = run(chain(), arrays(0), grads, jit=True)
+    tx: Any = chain(param_shardings=where)
+    params = jax.device_put(arrays(0), where)
+    state, traces = tx.init(params), []
+    update = sharded.jit(lambda *args: traces.append(args) or tx.update(*args))
+    for t, grad in enumerate(grads):
+        updates, state = update(jax.device_put(grad, where), state, params)
+        for name, x in updates.items():
+            sharded.assert_lies(x, where[name])
+            np.testing.assert_allclose(x, want[t][name], rtol=1e-5, atol=1e-6)
+        params = optax.apply_updates(params, updates)
+    assert len(traces) == 1
+
+
 # How many all-reduces a tree of four leaves takes, where [fan-in, fan-out] are sharded so.
 SENT = {
-    P("a", "b"): {"neuron": 2, "neuron_longer": 3, "namo_d": 2},
-    P("b", None): {"namo_d": 1},
+    P("a", "b"): {"neuron": 2, "neuron_longer": 3},
+    P("b", None): {},
     P(None, "b"): {"floor_of_rows": 0},
 }
 

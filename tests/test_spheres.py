@@ -158,6 +158,8 @@ def test_bfloat16_weights_stay_near_their_sphere():
     [
         ({"radius": "first"}, "radius must be one of"),
         ({"radius": -1.0}, "radius must be finite and not negative"),
+        ({"radius": 0.0}, "radius must be positive"),
+        ({"spans": ()}, "spans must be"),
         ({"spans": "expert"}, "spans must be one of"),
         ({"spans": [0, 1]}, "spans must be"),
         ({"learning_rate": -0.1}, "learning_rate must be"),

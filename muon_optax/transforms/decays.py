@@ -12,7 +12,7 @@ from jax.core import Tracer
 from muon_optax.checks import check_mask, check_number
 from muon_optax.dtypes import wide_dtype
 from muon_optax.transforms.matrix_sums import products
-from muon_optax.transforms.standalone import at, weights_of
+from muon_optax.transforms.standalone import value_at, weights_of
 from muon_optax.tree_paths import align
 
 __all__ = ["add_cautious_weight_decay", "coupled_decay"]
@@ -110,7 +110,8 @@ def coupled_decay(
         raise ValueError(f"max_learning_rate must be positive, got {max_learning_rate!r}")
 
     def schedule(count: Any) -> jax.typing.ArrayLike:
-        return at(weight_decay, count) * (at(learning_rate, count) / max_learning_rate)
+        rate = value_at(learning_rate, count)
+        return value_at(weight_decay, count) * (rate / max_learning_rate)
 
     return schedule
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_optax.checks import check_choice, check_decay, check_flag, check_number
+from muon_optax.checks import check_choice, check_decay, check_flag
 from muon_optax.dtypes import wide_dtype
 from muon_optax.momentum import Momentum, MuonState, combine
 from muon_optax.partition import Views
@@ -114,7 +114,8 @@ def scale_by_namo(
     check_decay("beta2", beta2)
     check_decay("eps", eps, below=math.inf)
     check_choice("each", each, get_args(NamoUnits))
-    check_number("clamp", clamp)
+    if not 0 < clamp <= 1:
+        raise ValueError(f"clamp must be in (0, 1], got {clamp!r}")
     check_flag("bias_correction", bias_correction)
     momentum = Momentum(beta, mu_dtype, nesterov, False, "ema")
     direction = scale_by_muon(

@@ -199,7 +199,11 @@ class _NeuronScaling:
         if self.restore is not None:
             # The matrix's sum of squares is that of its neurons': what is sent is small.
             after = rest.of(sums * gain**2)
-            wanted = rest.of(sums) if self.restore == "norm" else self._squares_wanted(leaf, after)
+            wanted = (
+                rest.of(sums)
+                if isinstance(self.restore, str)
+                else self._squares_wanted(leaf, after)
+            )
             gain = gain * rest.spread(jnp.sqrt(quotient(wanted, after)))
         return averaged.spread(gain), nu
 

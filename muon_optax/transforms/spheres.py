@@ -22,10 +22,10 @@ from muon_optax.transforms.matrix_sums import (
 )
 from muon_optax.transforms.stage import Leaves, MatrixTransformation, Stage
 from muon_optax.transforms.standalone import (
-    at,
     check_state_type,
     moments_of,
     standalone,
+    value_at,
     weights_of,
 )
 from muon_optax.tree_paths import raise_together
@@ -103,9 +103,11 @@ def hyperball(
         check_choice("radius", radius, ("initial", "current"))
     else:
         check_number("radius", radius)
+        if not isinstance(radius, Tracer) and float(radius) == 0:
+            raise ValueError(f"radius must be positive, got {radius!r}")
     if isinstance(spans, str):
         check_choice("spans", spans, ("matrix", "leaf"))
-    elif not isinstance(spans, tuple) or not all(isinstance(a, int) for a in spans):
+    elif not (spans and isinstance(spans, tuple) and all(isinstance(a, int) for a in spans)):
         raise TypeError(f"spans must be 'matrix', 'leaf' or a tuple of axes, got {spans!r}")
     steps = _Steps(learning_rate, radius, spans)
     return standalone(Stage(steps.init, steps.update), weight_dimension_numbers, param_shardings)
@@ -132,7 +134,7 @@ class _Steps:
             "weights that are zero have no direction and would stay zero under hyperball; "
             "initialise them otherwise, or train them with another optimizer:",
         )
-        kept = treedef.unflatten(norms) if self.radius == "initial" else None
+        kept = treedef.unflatten(norms) if self._is_initial else None
         return HyperballState(jnp.zeros([], jnp.int32), kept)
 
     def update(
@@ -142,15 +144,19 @@ class _Steps:
         check_state_type(state, HyperballState)
         arrays, treedef = jax.tree.flatten(updates)
         weights = weights_of(params, updates, "hyperball")
-        rate = at(self.learning_rate, state.count)
+        rate = value_at(self.learning_rate, state.count)
         sums = self._sums(leaves)
-        is_kept = self.radius == "initial"
-        shapes = [s.shape(x.shape) if is_kept else None for s, x in zip(sums, arrays, strict=True)]
+        pairs = zip(sums, arrays, strict=True)
+        shapes = [s.shape(x.shape) if self._is_initial else None for s, x in pairs]
         radii = moments_of(state.radius, updates, shapes)
         rows = zip(sums, weights, arrays, radii, strict=True)
         results = [self._step(rate, *row) for row in rows]
         count = jnp.asarray(optax.safe_increment(state.count))
         return treedef.unflatten(results), HyperballState(count, state.radius)
+
+    @property
+    def _is_initial(self) -> bool:
+        return isinstance(self.radius, str) and self.radius == "initial"
 
     def _sums(self, leaves: Leaves) -> list[Sums]:
         """What sums over the entries of each sphere."""
@@ -164,7 +170,7 @@ class _Steps:
             if not all(-len(leaf.shape) <= a < len(leaf.shape) for a in self.spans)
         ]
         raise_together(bad, f"these leaves don't have the axes {self.spans} of spans:")
-        return [AxisSums(leaf, tuple(a % len(leaf.shape) for a in self.spans)) for leaf in leaves]
+        return [AxisSums(x, tuple(sorted({a % len(x.shape) for a in self.spans}))) for x in leaves]
 
     def _step(
         self,
@@ -181,7 +187,7 @@ class _Steps:
         of_direction = sums.of(squares(wide))
         of_both = sums.of(products(weights, wide))
         real = of_weights.dtype
-        if self.radius == "current":
+        if isinstance(self.radius, str) and initial is None:  # the current one
             radius, missing = jnp.sqrt(of_weights), jnp.zeros([], real)
         else:
             radius = jnp.asarray(self.radius if initial is None else initial, real)

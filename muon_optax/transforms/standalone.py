@@ -17,12 +17,12 @@ from muon_optax.transforms.stage import MatrixTransformation, Stage, matrix_tran
 from muon_optax.tree_paths import graft, leaves_with_segments, path_name, raise_together
 
 __all__ = [
-    "at",
     "check_state_type",
     "moments_of",
     "moving_average",
     "restored",
     "standalone",
+    "value_at",
     "weights_of",
     "zero_moments",
     "zero_sums",
@@ -57,11 +57,11 @@ def weights_of(params: Any, updates: Any, name: str) -> list[jax.Array]:
     return jax.tree.leaves(graft(params, updates))
 
 
-def at(value: optax.ScalarOrSchedule, count: jax.Array) -> jax.typing.ArrayLike:
+def value_at(value: optax.ScalarOrSchedule, count: Any) -> jax.typing.ArrayLike:
     """The value of a number or schedule at an update.
 
     Example:
-      >>> at(0.5, jnp.ones([], "int32")), at(lambda count: 2 * count, 3)
+      >>> value_at(0.5, 3), value_at(lambda count: 2 * count, 3)
       (0.5, 6)
     """
     return value(count) if callable(value) else value
