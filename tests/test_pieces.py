@@ -46,6 +46,8 @@ PIECES: dict[str, Any] = {
     "brake": radial_brake,
     "pinned": functools.partial(radial_brake, form="pinned"),
 }
+# One of each kind.
+KINDS = ("neuron_longer", "entry", "namo", "hyperball", "floor_of_rows", "brake")
 STATEFUL = ("neuron_longer", "entry", "namo", "hyperball")
 OF_WEIGHTS = [name for name, piece in PIECES.items() if "scale_by" not in str(piece)]
 # Fused blocks, of which some are longer and some wider; and a stack.
@@ -61,7 +63,7 @@ def arrays(seed: int, dtype: Any = "float32") -> Any:
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), meshes.arrays(seed, SHAPES))
 
 
-@pytest.mark.parametrize("name", PIECES)
+@pytest.mark.parametrize("name", KINDS)
 def test_updates_keep_their_dtype_and_are_rounded_once(name):
     half = [arrays(seed, "bfloat16") for seed in range(4)]
     wide = [jax.tree.map(lambda x: x.astype("float32"), x) for x in half]
@@ -76,14 +78,15 @@ def test_updates_keep_their_dtype_and_are_rounded_once(name):
         np.testing.assert_allclose(g.astype("float32"), w, rtol=2**-8, atol=0.2 * ("namo" in name))
 
 
-@pytest.mark.parametrize("name", PIECES)
-def test_zeros_give_no_nan(name):
+def test_zeros_give_no_nan():
     zero, some = jax.tree.map(jnp.zeros_like, arrays(0)), arrays(0)
-    tx = make(name)
+    pieces = {name: make(name) for name in PIECES}
+    update = lambda u, w: {name: first_update(tx, u, w) for name, tx in pieces.items()}  # noqa: E731
+    update = sharded.jit(update)
     for params, grads in ((zero, zero), (zero, some), (some, zero)):
-        update = jax.jit(lambda u, w: first_update(tx, u, w), compiler_options=QUICK)
-        for x in jax.tree.leaves(update(grads, params)):
-            assert np.all(np.isfinite(x))
+        for name, updates in update(grads, params).items():
+            for x in jax.tree.leaves(updates):
+                assert np.all(np.isfinite(x)), name
 
 
 @pytest.mark.parametrize("name", OF_WEIGHTS)
@@ -184,10 +187,10 @@ def test_states_of_offloaded_parameters_are_offloaded():
     assert set(kinds(jax.tree.map(lambda x: x.sharding, updates))) == {"pinned_host"}
 
 
-@pytest.mark.parametrize("name", PIECES)
+@pytest.mark.parametrize("name", KINDS)
 def test_in_a_slot_a_piece_takes_the_views_that_are_bound_there(name):
     params, grads = arrays(0), arrays(1)
-    want = first_update(make(name), grads, params, jit=True)
+    want = first_update(make(name), grads, params)
     alone = PIECES[name]() if "namo" not in name else make(name)
     step = in_order({"piece": as_stage(alone)}, ("piece",))
     state = step.init(params, bind_leaves(params, VIEWS))
@@ -283,7 +286,7 @@ def test_the_same_under_zero_1(kind):
     assert len(traces) == 1
 
 
-# How many all-reduces a tree of four leaves takes, where [fan-in, fan-out] are sharded so.
+# How many all-reduces a tree of several leaves takes, where [fan-in, fan-out] are sharded so.
 SENT = {
     P("a", "b"): {"neuron": 2, "neuron_longer": 3},
     P("b", None): {},
@@ -296,14 +299,18 @@ SENT = {
 def test_all_leaves_share_one_all_reduce(spec, kind):
     """One for a piece, whatever the leaves; one for each side where moments lie along one."""
     mesh = sharded.make_mesh({"a": 2, "b": 4}, meshes.KINDS[kind])
-    shapes = {"x": (16, 32), "y": (16, 32), "z": (32, 16), "w": (8, 8)}
+    shapes = {"x": (16, 32), "y": (16, 32), "z": (32, 16)}
     where = {name: jax.NamedSharding(mesh, spec) for name in shapes}
     names = [name for name in PIECES if "namo" not in name]
-    for name in names if kind == "explicit" else ("neuron", "hyperball"):
+    if kind != "explicit":
+        names = ["neuron"]
+    elif spec != P("a", "b"):
+        names = ["neuron_longer", "hyperball", "floor_of_rows"]
+    for name in names:
         program = read_program(compiled(PIECES[name](param_shardings=where), shapes, where, kind))
         count = SENT[spec].get(name, 1)
         assert program.counts == ({"all-reduce": count} if count else {}), name
-        assert program.received < 4 * sum(map(sum, shapes.values())) * 2
+        assert program.received <= 2 * 4 * 2 * sum(map(sum, shapes.values()))
 
 
 def compiled(tx: Any, shapes: Any, where: Any, kind: str) -> Any:

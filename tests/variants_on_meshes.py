@@ -20,7 +20,7 @@ AXES = {"a": 2, "b": 4}
 # Shape, spec and view of leaves. Where only one axis shards a leaf, the other has replicas (HSDP).
 LEAVES = {
     "rows": ((16, 6), P(("a", "b")), MuonDimensionNumbers(0, 1)),
-    "columns": ((6, 8), P(None, "b"), MuonDimensionNumbers(0, 1)),
+    "columns": ((4, 8), P(None, "b"), MuonDimensionNumbers(0, 1)),
     "both": ((8, 12), P("a", "b"), MuonDimensionNumbers(0, 1)),
     "transposed": ((4, 12), P("b", "a"), MuonDimensionNumbers(1, 0)),
     "stack": ((3, 6, 8), P(None, "a", "b"), MuonDimensionNumbers(1, 2)),
@@ -34,8 +34,10 @@ LEAVES = {
 }
 SHAPES = {name: shape for name, (shape, _, _) in LEAVES.items()}
 VIEWS: dict[str, Any] = {name: view for name, (_, _, view) in LEAVES.items()}
-# What these add is how sums are masked, which the tests of `MatrixSums` try on meshes.
+# What the first add is how sums are masked, which the tests of `MatrixSums` try on meshes; what the
+# second add is how they are sharded.
 ON_ONE_DEVICE = {"merged", "grouped", "heads"}
+ON_MESHES = {"both", "experts", "replicated", "rows"}
 
 Tree = dict[str, Any]
 Make = Callable[..., optax.GradientTransformation]
@@ -43,7 +45,8 @@ Make = Callable[..., optax.GradientTransformation]
 
 def shapes_on(kind: str) -> dict[str, tuple[int, ...]]:
     """The leaves of one device, or of meshes."""
-    return {k: x for k, x in SHAPES.items() if kind == "one" or k not in ON_ONE_DEVICE}
+    others = ON_MESHES if kind == "one" else ON_ONE_DEVICE
+    return {name: shape for name, shape in SHAPES.items() if name not in others}
 
 
 def arrays(seed: int, shapes: Any, scale: float = 1.0) -> dict[str, np.ndarray]:
