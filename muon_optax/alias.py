@@ -146,7 +146,8 @@ def muon(
       mu_shardings: how Muon's momentum is sharded, if not like the parameter: as in ZeRO-1, or in
         host memory, with `memory_kind='pinned_host'`. A tree or a function, as above.
       sign: orthogonalise the signs of the momentum mix, as AdaMuon does.
-      namo: multiply each orthogonalised matrix by NAMO's factor, as in `scale_by_namo`.
+      namo: multiply each orthogonalised matrix by NAMO's factor, as in `scale_by_namo`; needs
+        `bias_correction=False`.
       after_orthogonalization: a transformation of Muon's orthogonalised matrices, before they are
         scaled by shape, or a sequence of several: pieces of this package, which then need no
         arguments of their own for views and shardings, such as `scale_by_neuron()`, or any of

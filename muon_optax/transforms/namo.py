@@ -197,7 +197,7 @@ def namo_stage(
 
     Args:
       factor: what the direction is multiplied by.
-      momentum: how the momentum mix is formed; it must be 'ema'.
+      momentum: how the momentum mix is formed: 'ema', without bias correction.
       direction: the stage that forms and orthogonalises it.
       then: what is done to the direction before it is multiplied.
 
@@ -205,14 +205,17 @@ def namo_stage(
       A stage in the place of the direction's.
 
     Raises:
-      ValueError: for a momentum of another form.
+      ValueError: for a momentum of another form, or with bias correction.
     """
     if momentum.form != "ema":
         raise ValueError(f"NAMO needs momentum='ema', got {momentum.form!r}")
-    # The factor has a bias correction of its own, of the mix as it is.
-    plain = dataclasses.replace(momentum, bias_correction=False)
+    if momentum.bias_correction:
+        raise ValueError(
+            "NAMO corrects the bias in its factor, and would correct that of the momentum twice; "
+            "give bias_correction=False"
+        )
     last = as_stage(optax.identity() if then is None else then)
-    namo = _Namo(factor, plain, direction, last)
+    namo = _Namo(factor, momentum, direction, last)
     return Stage(namo.init, namo.update)
 
 
