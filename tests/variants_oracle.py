@@ -48,7 +48,7 @@ class Neuron:
 class Entry:
     """AdaMuon after the signs."""
 
-    def __init__(self, beta2=0.95, eps=1e-8, *, rms=0.2):
+    def __init__(self, beta2=0.95, eps=1e-8, *, rms: float | None = 0.2):
         self.beta2, self.eps, self.rms = beta2, eps, rms
         self.v: Any = 0.0
 
