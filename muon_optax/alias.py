@@ -234,11 +234,11 @@ def muon(
         direction = namo_stage(namo, config.direction.momentum, direction)
     stages = {
         "momentum": direction,
-        "after_orthogonalization": slot_stage(after_orthogonalization),
         "shape_scale": shape_scale_stage(config.scaling),
         "weight_decay": as_stage(decayed(weight_decay, weight_decay_mask)),
         "learning_rate": as_stage(rate if step is None else step),
         "sign": as_stage(optax.scale(-1.0)),
+        "after_orthogonalization": slot_stage(after_orthogonalization),
         "last": slot_stage(last),
     }
     of_muon = _muon_step(stages, kind)
@@ -292,10 +292,12 @@ _ORDERS["cautious"] = _ORDERS["decoupled"]
 
 def _muon_step(stages: Mapping[str, Stage | None], kind: WeightDecayKind) -> Stage:
     """The stages of Muon's leaves, in the order of the kind of weight decay."""
-    given = {name: stages[name] for name in _ORDERS[kind]}
-    found = {name: stage for name, stage in given.items() if stage is not None}
+    # States are in the order of `stages`: first those that optax's Muon has, so that code which
+    # takes them by their places finds them there.
+    order = [name for name in _ORDERS[kind] if stages[name] is not None]
+    found = {name: stage for name, stage in stages.items() if stage is not None and name in order}
     # Decay in the gradient needs it wide; else the momentum is formed of it as it comes.
-    return stage_in_float32(in_order(found, tuple(found)), takes_half=kind != "l2")
+    return stage_in_float32(in_order(found, order), takes_half=kind != "l2")
 
 
 def _check_no_decay(weight_decay: ScalarOrSchedule) -> None:

@@ -175,7 +175,7 @@ def test_recipes_take_any_argument_of_muon_and_schedules(name):
     params, rate = weights(0, sizes=SIZES), optax.linear_schedule(0.1, 0.2, 2)
     tx = getattr(recipes, name)(rate, mu_dtype="bfloat16", ns_coeffs="tight")
     state = jax.eval_shape(tx.init, params)
-    mu = state.inner_states["muon"].inner_state["momentum"]
+    mu = state.inner_states["muon"].inner_state[0]
     mu = mu.muon.mu if hasattr(mu, "muon") else mu.mu
     assert mu["up"]["kernel"].dtype == jnp.bfloat16
     program = str(jax.make_jaxpr(tx.update)(params, state, params))
