@@ -290,7 +290,7 @@ def test_eager_updates_compile_nothing_in_the_second_step(make, kind, caplog):
     mesh = make_mesh({"f": 8}, kind)
     params = {
         name: jax.device_put(leaf.gradient(0), NamedSharding(mesh, leaf.spec))
-        for name, leaf in {"w": Leaf(WIDE, P("f")), "v": Leaf(TALL, P(None, "f"))}.items()
+        for name, leaf in {"up": Leaf(WIDE, P("f")), "down": Leaf(TALL, P(None, "f"))}.items()
     }
     tx = make(0.1)
     _, state = tx.update(params, tx.init(params), params)
@@ -298,7 +298,7 @@ def test_eager_updates_compile_nothing_in_the_second_step(make, kind, caplog):
         tx.update(params, state, params)
     assert "Finished XLA compilation" not in caplog.text
     with jax.log_compiles():
-        jax.jit(lambda x: x + 1)(params["w"])
+        jax.jit(lambda x: x + 1)(params["up"])
     assert "Finished XLA compilation" in caplog.text
 
 

@@ -15,13 +15,14 @@ from jax.sharding import PartitionSpec as P
 from sharded import FAST, STACK, Leaf, make_mesh
 
 from benchmarks.compiled import read_program
-from muon_optax import muon, scale_by_muon
+from muon_optax import MuonDimensionNumbers, muon, scale_by_muon
 
 
 def kernel_update(kernel: np.ndarray, mesh, spec: P, **options: Any):
     """The first update of one kernel on a mesh."""
     where = {"kernel": NamedSharding(mesh, spec)}
-    tx = muon(0.1, FAST, param_shardings=where, **options)
+    view = MuonDimensionNumbers()  # thin ones look like heads
+    tx = muon(0.1, FAST, param_shardings=where, muon_weight_dimension_numbers=view, **options)
     placed = jax.device_put({"kernel": kernel}, where)
     return sharded.jit(tx.update)(placed, sharded.jit(tx.init)(placed), placed)[0]["kernel"]
 
@@ -199,7 +200,7 @@ def test_an_optimizer_made_in_one_trace_works_in_another(kind, with_context):
 )
 def test_matrices_of_one_row_or_column(shape, want):
     grad = np.arange(1, 1 + np.prod(shape), dtype=np.float32).reshape(shape)
-    tx: Any = muon(1.0)
+    tx: Any = muon(1.0, muon_weight_dimension_numbers=MuonDimensionNumbers())
     params = {"kernel": grad}
     updates = tx.update(params, tx.init(params), params)[0]["kernel"]
     np.testing.assert_allclose(np.ravel(updates), want, atol=6e-5)

@@ -1,12 +1,13 @@
 """What the shapes of a tree show of leaves whose names don't tell what they are."""
 
+import collections
 from collections.abc import Sequence
 
 from muon_optax.partition import names
 from muon_optax.partition.stacks import Stacks
 from muon_optax.partition.tree import Leaf, Role
 from muon_optax.partition.widths import IMAGE_CHANNELS, VOCABULARY, Widths, is_multiple
-from muon_optax.tree_paths import has_unnamed
+from muon_optax.tree_paths import has_unnamed, path_name, unnumbered
 
 __all__ = ["Evidence"]
 
@@ -34,6 +35,7 @@ class Evidence:
         stacked = [x for x in rest if len(x.shape) > 2 and not self._order.depthwise_channels(x)]
         self._stacks = Stacks(tree, stacked)
         self._is_alone = len(rest) == 1
+        self._alike = collections.Counter(unnumbered(path_name(leaf.path)) for leaf in rest)
 
     def roles(self, rest: Sequence[Leaf]) -> list[Role]:
         """The roles of the rest: what each of them shows, and then what the heads found show."""
@@ -59,7 +61,14 @@ class Evidence:
             return "output"
         is_last = not sizes and not leaf.is_repeated and not _is_called_hidden(leaf)
         is_data = is_last and size != width and self._widths.is_data(size)
-        return "data_output" if is_data and not leaf.name.is_numbered else role
+        return "data_output" if is_data and not self._is_in_sequence(leaf) else role
+
+    def _is_in_sequence(self, leaf: Leaf) -> bool:
+        """Whether its name is a place, or one of several that differ in a number, as `layers_0`.
+
+        Order is lost among such names, and the first layer gives what the last one takes.
+        """
+        return leaf.name.is_numbered or self._alike[unnumbered(path_name(leaf.path))] > 1
 
     def _role(self, leaf: Leaf) -> Role:
         if len(leaf.shape) > 2:

@@ -163,10 +163,10 @@ class NewtonSchulz:
     def chosen_method(self, m: int, n: int, dtype: DTypeLike) -> Literal["standard", "gram"]:
         """The method for m×n matrices of `dtype`.
 
-        For 'auto', it is the one with fewer operations, but 'standard' where products round what
-        they take in, as float32 does by default on the accelerators of this process: the small
-        products of the Gram method must not, and take several times as long there. Half precision
-        on CPU takes as long as float32, and there fewer operations are faster.
+        For 'auto', it is the one with fewer operations, but 'standard' where float32 products round
+        what they take in, as they do by default on the accelerators of this process: the Gram
+        method must not, and its products take several times as long there. In half precision only
+        its small products are float32, which counts in `gram_has_fewer_flops`.
 
         Example:
           >>> orthogonalizer = NewtonSchulz(resolve_schedule("jordan"))
@@ -178,12 +178,15 @@ class NewtonSchulz:
         products = self.products_dtype(jnp.dtype(dtype))
         is_half = products.itemsize < 4
         rounds = self.rounds(products)
-        if (rounds and not is_half) or (rounds is not False and jax.default_backend() != "cpu"):
+        if not is_half and (rounds or (rounds is None and jax.default_backend() != "cpu")):
             return "standard"
         return "gram" if self.gram_has_fewer_flops(m, n, is_half=is_half) else "standard"
 
     def gram_has_fewer_flops(self, m: int, n: int, *, is_half: bool) -> bool:
         """Whether the Gram method takes fewer operations, symmetric products counted as half.
+
+        In half precision its small products are float32 and count twice, as they take twice as long
+        at least.
 
         Example:
           >>> orthogonalizer = NewtonSchulz(resolve_schedule("jordan"))
@@ -195,7 +198,8 @@ class NewtonSchulz:
         small, large = hermitian_flops(m, m), hermitian_flops(m, n) + 2 * m * m * n
         second_part = 2 * m * m * n if is_half else 0  # of Q, see `gram_flops`
         standard = steps * (large + small)
-        gram = passes * (large + second_part) + (4 * steps - 3 * passes) * small
+        weight = 2 if is_half else 1
+        gram = passes * (large + second_part) + (4 * steps - 3 * passes) * small * weight
         return gram < standard
 
     def products_dtype(self, own: Any) -> Any:

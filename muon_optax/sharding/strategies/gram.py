@@ -46,9 +46,9 @@ class Gram(Strategy):
     def is_candidate(self, leaf: BoundLeaf, workload: Workload) -> bool:
         """Where the Gram method takes fewer FLOPs, unless the standard one is asked for.
 
-        One accelerator takes the standard method where products round, since these are faster. Here
-        slices stay where they are, and that saves more: results then differ from those of one
-        device by the rounding of the dtype.
+        One accelerator takes the standard method where float32 products round, since these are
+        faster. Here slices stay where they are, and that saves more: results then differ from those
+        of one device by the rounding of the products.
         """
         del leaf
         iteration = workload.newton_schulz
