@@ -27,6 +27,7 @@ from muon_optax.transforms.momentum_state import MuonState, momentum
 from muon_optax.transforms.namo import Namo, NamoState, scale_by_namo
 from muon_optax.transforms.neurons import NeuronState, scale_by_neuron
 from muon_optax.transforms.orthogonalize import orthogonalize
+from muon_optax.transforms.qk_clip import Attention, HeadWeight, clip_qk, qk_clip
 from muon_optax.transforms.relative_size import floor_update, relative_update
 from muon_optax.transforms.shape_scale import scale_by_shape
 from muon_optax.transforms.spheres import HyperballState, hyperball
@@ -39,8 +40,10 @@ if TYPE_CHECKING:
     from muon_optax import recipes as recipes
 
 __all__ = [
+    "Attention",
     "DeviceModel",
     "EntryState",
+    "HeadWeight",
     "HyperballState",
     "MatrixView",
     "MuonDimensionNumbers",
@@ -55,6 +58,7 @@ __all__ = [
     "UpdateStats",
     "add_cautious_weight_decay",
     "check_state",
+    "clip_qk",
     "coupled_decay",
     "default_rules",
     "flax_matrix_views",
@@ -66,6 +70,7 @@ __all__ = [
     "newton_schulz",
     "orthogonalize",
     "plan",
+    "qk_clip",
     "radial_brake",
     "relative_update",
     "report",

@@ -35,6 +35,7 @@ from muon_optax import (
     scale_by_shape,
     state_shardings,
 )
+from muon_optax.interop import from_optax
 
 SHAPES = {"qkv": (4, 16), "stack": (2, 6, 4), "bias": (16,)}
 VIEWS = {"qkv": MatrixView(0, 1, split=(8, 4, 4)), "stack": MatrixView(1, 2)}
@@ -262,6 +263,35 @@ def test_cautious_decay_is_the_formula_in_a_whole_step():
     u = np.asarray(step["up"], np.float64) / -0.1
     want = -0.1 * oracle.Cautious(lambda _: 0.2).update(u, weights.astype(np.float64))
     assert reference.relative_error(got["up"], want) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["normuon", "longer side, cautious decay", "muonh", "adamuon"])
+def test_a_run_of_optax_goes_on_as_a_variant(name):
+    """Its momentum goes on; the states that optax doesn't have begin as at `init`."""
+    params: Any = {k: jnp.asarray(x) for k, x in arrays(0).items()}
+    params["stack"] = params["stack"][0]
+    views: Any = {"qkv": VIEWS["qkv"], "stack": MatrixView(0, 1), "bias": None}
+    dims: Any = optax.contrib.MuonDimensionNumbers
+    optaxs: Any = {"qkv": dims(0, 1), "stack": dims(0, 1), "bias": None}
+    theirs: Any = optax.contrib.muon(
+        RATE,
+        weight_decay=VARIANTS[name][0].get("weight_decay", 0.0),
+        muon_weight_dimension_numbers=optaxs,
+    )
+    _, state = theirs.update(params, theirs.init(params), params)
+    tx = in_muon(**VARIANTS[name][0], muon_weight_dimension_numbers=views)
+    fresh = tx.init(params)
+    got = from_optax(state, params, tx)
+    check_state(tx, params, got)
+    want = dict(jax.tree.leaves_with_path(momentum(from_optax(state, params))))
+    for path, x in jax.tree.leaves_with_path(momentum(got)):
+        np.testing.assert_array_equal(x, want[path])
+    slot = lambda s: s.inner_states["muon"].inner_state.get("after_orthogonalization")  # noqa: E731
+    jax.tree.map(np.testing.assert_array_equal, slot(got), slot(fresh))
+    tx.update(params, got, params)
+    other = in_muon(muon_weight_dimension_numbers=views | {"stack": None})
+    with pytest.raises(ValueError, match=r"can't go on with this optimizer:\n.*mu/stack"):
+        from_optax(state, params, other)
 
 
 @pytest.mark.parametrize("decay", [0.1, lambda count: 0.1])
