@@ -113,10 +113,9 @@ def _like_params(tx: optax.GradientTransformation, state: Any, params: Any, wher
 def _named_shardings(params: Any, where: Any) -> Any:
     """A NamedSharding for each parameter; `where` is a tree, or None for what `params` say."""
     own = {path for path, _ in leaves_with_segments(where, is_spec)}
-    specs = _own_specs(params)
-    if where is not None:
-        said = declared_specs(where, params)
-        specs = [b if a is None else a for a, b in zip(said, specs, strict=True)]
+    specs = _own_specs(params) if where is None else declared_specs(where, params)
+    if None in specs and where is not None:  # metadata that says nothing of some leaves
+        specs = [b if a is None else a for a, b in zip(specs, _own_specs(params), strict=True)]
     rows = zip(leaves_with_segments(params), specs, strict=True)
     found, problems = [], []
     for (path, leaf), spec in rows:
