@@ -1,23 +1,17 @@
 """Views of the Flax models of a corpus, whose axes were read from their code."""
 
-import gzip
-import json
-import pathlib
 import warnings
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
+import model_corpus
 import pytest
-from flax.traverse_util import unflatten_dict
 
 from muon_optax import MuonWarning, flax_matrix_views
 from muon_optax.matrix_view import BoundView, bind_view, is_view
 from muon_optax.tree_paths import leaves_with_segments, path_name
 from muon_optax.views import flax
 
-CORPUS = pathlib.Path(__file__).parent / "data" / "jax_models.json.gz"
-MODELS = json.loads(gzip.decompress(CORPUS.read_bytes()))
+MODELS = model_corpus.read("jax_models.json.gz")
 OF_FLAX = sorted(
     name for name, model in MODELS.items() if {"linen", "nnx"} & set(model["framework"].split())
 )
@@ -39,12 +33,7 @@ def leaves_of(name: str) -> list[Leaf]:
 
 
 def params_of(name: str) -> Any:
-    """The model's tree of shapes; Haiku's modules and flat trees have '/' in their keys."""
-    kind = MODELS[name]["tree"]
-    splits = {"haiku": lambda path: path.rsplit("/", 1), "flat": lambda path: [path]}
-    split = splits.get(kind, lambda path: path.split("/"))
-    shapes = {leaf.path: jax.ShapeDtypeStruct(leaf.shape, jnp.float32) for leaf in leaves_of(name)}
-    return unflatten_dict({tuple(split(path)): shape for path, shape in shapes.items()})
+    return model_corpus.tree_of(model_corpus.JAX[f"jax {name}"])
 
 
 def views_and_warnings(name: str) -> tuple[dict[str, Any], str]:

@@ -202,7 +202,7 @@ def _is_narrow(leaf: Leaf, axis: int | None) -> bool:
     is_sure = name.is_kernel or name.is_numbered or leaf.output_axis_by_bias is not None
     size = leaf.shape[axis] if is_sure and axis is not None else min(leaf.shape)
     is_from_many = size == 1 or max(leaf.shape) > _FEW_OUTPUTS
-    return size <= _FEWEST and leaf.name.is_weight and is_from_many
+    return size <= _FEWEST and name.is_weight and is_from_many
 
 
 def _is_called_head(leaf: Leaf) -> bool:

@@ -15,6 +15,10 @@ from muon_optax.tree_paths import Segments
 
 __all__ = ["roles_of"]
 
+_MOST_HEADS = 128  # of an attention
+_MOST_LAYERS = 256  # of a stack of vectors; a `scale_bias` of [1536, 3072] multiplies
+_WINDOW = 8  # the longest of a depthwise convolution of two dims
+
 
 def roles_of(leaves: Described) -> tuple[Role, ...]:
     """The role of each leaf.
@@ -41,11 +45,6 @@ def _roles(leaves: tuple[tuple[Segments, Shape], ...]) -> tuple[Role, ...]:
     rest = [leaf for leaf, role in zip(tree, named, strict=True) if role is None]
     shown = iter(Evidence(tree, named, rest).roles(rest))
     return tuple(next(shown) if role is None else role for role in named)
-
-
-_MOST_HEADS = 128  # of an attention
-_MOST_LAYERS = 256  # of a stack of vectors; a `scale_bias` of [1536, 3072] multiplies
-_WINDOW = 8  # the longest of a depthwise convolution of two dims
 
 
 # By name

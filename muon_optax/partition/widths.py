@@ -59,7 +59,6 @@ class Widths:
         self.outputs = collections.Counter(self._outputs(rest))
         self.given_maps = {*self._outputs(maps), *self.norms}
         self.given = {*self.outputs, *self._columns, *self.norms, *self._hidden_sizes(rest)}
-
         self._rest = rest
 
     @functools.cached_property

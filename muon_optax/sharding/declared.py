@@ -16,6 +16,7 @@ __all__ = [
     "as_axes",
     "as_declared",
     "bare_spec",
+    "declared_entries",
     "declared_specs",
     "fits",
     "is_spec",
@@ -43,10 +44,14 @@ def declared_specs(where: Any, params: Any) -> list[Declared]:
       ValueError: if the trees don't match.
       TypeError: for entries of another type.
     """
+    return [as_declared(x) for x in declared_entries(where, params)]
+
+
+def declared_entries(where: Any, params: Any) -> list[Any]:
+    """The entry of `where` for each leaf as the user gave it: as `declared_specs`, unread."""
     if where is None or not jax.tree.leaves(params):
         return [None] * len(jax.tree.leaves(params))
-    entries = align(where, params, what="shardings", is_leaf=is_spec)
-    return [as_declared(x) for x in entries]
+    return align(where, params, what="shardings", is_leaf=is_spec)
 
 
 def is_spec(x: Any) -> bool:

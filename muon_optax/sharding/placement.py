@@ -22,14 +22,14 @@ from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.declared import (
     Declared,
     bare_spec,
-    is_spec,
+    declared_entries,
     mesh_of,
     spec_without,
 )
 from muon_optax.sharding.reductions import check_summed, reduced_like, summed
 from muon_optax.sharding.specs import Layout, read_layout
 from muon_optax.sharding.trace_context import mapped_axes
-from muon_optax.tree_paths import align, graft, raise_together
+from muon_optax.tree_paths import graft, raise_together
 
 __all__ = [
     "HOST_MEMORY",
@@ -205,9 +205,7 @@ def declared_on_host(where: Any, params: Any) -> list[bool]:
 
     `Declared` doesn't say it of arrays on one device, which have no spec.
     """
-    if where is None or not jax.tree.leaves(params):
-        return [False] * len(jax.tree.leaves(params))
-    return list(map(names_host, align(where, params, what="shardings", is_leaf=is_spec)))
+    return list(map(names_host, declared_entries(where, params)))
 
 
 def momentum_to_host(tree: Any, leaves: Sequence[BoundLeaf]) -> Any:

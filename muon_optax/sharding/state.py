@@ -108,8 +108,8 @@ def _like_params(tx: optax.GradientTransformation, state: Any, where: Any) -> An
 def _named_shardings(params: Any, where: Any) -> Any:
     """A NamedSharding for each parameter; `where` is a tree, or None for what `params` say."""
     own = {path for path, _ in leaves_with_segments(where, is_spec)}
-    specs = _own_specs(params) if where is None else declared_specs(where, params)
-    if None in specs and where is not None:  # metadata that says nothing of some leaves
+    specs = declared_specs(where, params)
+    if None in specs:  # of all leaves, or, in metadata, of some
         specs = [b if a is None else a for a, b in zip(specs, _own_specs(params), strict=True)]
     rows = zip(leaves_with_segments(params), specs, strict=True)
     found, problems = [], []

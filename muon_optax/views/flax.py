@@ -64,12 +64,11 @@ _CURE = (
     "'adam') is for depthwise ones, and a view MatrixView(..., heads=groups) for groups"
 )
 
-# Roles that are no one's decision here: what is missing is a view, and this module gives it.
-_UNDECLARED = tuple(RolePattern(role) for role in ("undeclared", "depthwise", "one_channel"))
+# AdamW's by the default rules, but here convolutions are sorted with more evidence.
+_CONVOLUTIONS = tuple(RolePattern(role) for role in ("depthwise", "one_channel"))
 # Roles that sizes tell, not names.
 _BY_SIZE = tuple(
-    RolePattern(role)
-    for role in ("output", "wide_output", "few_outputs", "tall_table", "inner_head", "data_output")
+    RolePattern(role) for role in ("output", "wide_output", "few_outputs", "tall_table")
 )
 
 Scanned = Sequence[str] | str | Mapping[str, int]
@@ -260,7 +259,7 @@ def _rules_of(shapes: Mapping[Segments, Shape]) -> dict[Segments, Rule | None]:
 
 
 def _is_adams(rule: Rule | None) -> bool:
-    return rule is not None and rule.label == "adam" and rule.pattern not in _UNDECLARED
+    return rule is not None and rule.label == "adam" and rule.pattern not in _CONVOLUTIONS
 
 
 def _is_named(rule: Rule | None) -> bool:

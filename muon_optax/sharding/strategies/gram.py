@@ -52,8 +52,10 @@ class Gram(Strategy):
         """
         del leaf
         iteration = workload.newton_schulz
-        if iteration is None or iteration.method != "auto":
-            return iteration is not None and iteration.method == "gram"
+        if iteration is None:
+            return False
+        if iteration.method != "auto":
+            return iteration.method == "gram"
         return iteration.gram_has_fewer_flops(
             workload.rows, workload.columns, is_half=workload.itemsize < 4
         )
