@@ -19,11 +19,19 @@ from muon_optax.reports import ParameterReport, report
 from muon_optax.sharding.planning.device_models import DeviceModel
 from muon_optax.sharding.state import state_shardings
 from muon_optax.statistics import UpdateStats, update_stats
+from muon_optax.transforms.brakes import radial_brake
 from muon_optax.transforms.direction import scale_by_muon
+from muon_optax.transforms.entries import EntryState, scale_by_entry
 from muon_optax.transforms.momentum import scale_by_momentum
 from muon_optax.transforms.momentum_state import MuonState, momentum
+from muon_optax.transforms.namo import Namo, NamoState, scale_by_namo
+from muon_optax.transforms.neurons import NeuronState, scale_by_neuron
 from muon_optax.transforms.orthogonalize import orthogonalize
+from muon_optax.transforms.qk_clip import Attention, HeadWeight, clip_qk, qk_clip
+from muon_optax.transforms.relative_size import floor_update, relative_update
 from muon_optax.transforms.shape_scale import scale_by_shape
+from muon_optax.transforms.spheres import HyperballState, hyperball
+from muon_optax.transforms.weight_decay import add_cautious_weight_decay, coupled_decay
 from muon_optax.views.flax import flax_matrix_views
 
 if TYPE_CHECKING:
@@ -32,27 +40,45 @@ if TYPE_CHECKING:
     from muon_optax import recipes as recipes
 
 __all__ = [
+    "Attention",
     "DeviceModel",
+    "EntryState",
+    "HeadWeight",
+    "HyperballState",
     "MatrixView",
     "MuonDimensionNumbers",
     "MuonState",
     "MuonWarning",
+    "Namo",
+    "NamoState",
+    "NeuronState",
     "ParameterReport",
     "Plan",
     "Rule",
     "UpdateStats",
+    "add_cautious_weight_decay",
     "check_state",
+    "clip_qk",
+    "coupled_decay",
     "default_rules",
     "flax_matrix_views",
+    "floor_update",
+    "hyperball",
     "model_rules",
     "momentum",
     "muon",
     "newton_schulz",
     "orthogonalize",
     "plan",
+    "qk_clip",
+    "radial_brake",
+    "relative_update",
     "report",
+    "scale_by_entry",
     "scale_by_momentum",
     "scale_by_muon",
+    "scale_by_namo",
+    "scale_by_neuron",
     "scale_by_shape",
     "state_shardings",
     "update_stats",

@@ -1,12 +1,13 @@
 """`muon`: the whole optimizer, composed of optax's pieces and ours."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from muon_optax.checks import check_choice, check_decay, check_flag, check_mask, check_number
 from muon_optax.config import MuonConfig
@@ -20,20 +21,27 @@ from muon_optax.sharding.planning.device_models import DeviceModel
 from muon_optax.sharding.runtime.orthogonalizer import OrthogonalizeFunction, make_orthogonalizer
 from muon_optax.transforms.direction import Direction
 from muon_optax.transforms.momentum import Momentum, MomentumForm
+from muon_optax.transforms.namo import Namo, namo_stage
 from muon_optax.transforms.shape_scale import Scale, resolve_scaling, shape_scale_stage
 from muon_optax.transforms.stage import (
     Stage,
     as_stage,
     bound_transformation,
     in_order,
+    slot_stage,
     stage_in_float32,
 )
-from muon_optax.transforms.weight_decay import decayed_weights
+from muon_optax.transforms.weight_decay import (
+    add_cautious_weight_decay,
+    decayed_weights,
+    may_decay,
+)
 from muon_optax.transforms.wrappers import in_float32, in_parameter_layout, widened
 
 __all__ = ["WeightDecayKind", "muon"]
 
-WeightDecayKind = Literal["decoupled", "l2", "independent"]
+WeightDecayKind = Literal["decoupled", "l2", "independent", "cautious"]
+Slot = optax.GradientTransformation | Sequence[optax.GradientTransformation] | None
 ScalarOrSchedule = optax.ScalarOrSchedule
 
 
@@ -71,8 +79,11 @@ def muon(
     partition: Partition = None,
     param_shardings: Any = None,
     mu_shardings: Any = None,
-    after_orthogonalization: optax.GradientTransformation | None = None,
-    last: optax.GradientTransformation | None = None,
+    sign: bool = False,
+    namo: Namo | None = None,
+    after_orthogonalization: Slot = None,
+    step: optax.GradientTransformation | None = None,
+    last: Slot = None,
     strategy: StrategyRules = "auto",
     max_workspace_bytes: int | None = None,
     device: str | DeviceModel = "auto",
@@ -115,7 +126,8 @@ def muon(
       momentum: 'ema', m = beta m + (1 - beta) g, or 'sum', m = beta m + g (Dion, Moonlight,
         XTuner).
       weight_decay_kind: 'decoupled' (learning rate times decay), 'l2' (added to the gradient) or
-        'independent' (not times the learning rate); for Muon's leaves.
+        'independent' (not times the learning rate), or 'cautious' (decoupled, of the entries whose
+        step is towards zero anyway, as in `add_cautious_weight_decay`); for Muon's leaves.
       scale: 'shape_scaling' (default), 'match_rms_adamw', 'spectral', 'unit_rms_norm' or 'none';
         see `scale_by_shape`.
       scale_factor: multiplies any scale.
@@ -133,10 +145,16 @@ def muon(
         meshes and inside a shard_map; on Explicit meshes it is in the arrays' types.
       mu_shardings: how Muon's momentum is sharded, if not like the parameter: as in ZeRO-1, or in
         host memory, with `memory_kind='pinned_host'`. A tree or a function, as above.
+      sign: orthogonalise the signs of the momentum mix, as AdaMuon does.
+      namo: multiply each orthogonalised matrix by NAMO's factor, as in `scale_by_namo`; needs
+        `bias_correction=False`.
       after_orthogonalization: a transformation of Muon's orthogonalised matrices, before they are
-        scaled by shape: a piece of this package, which then needs no arguments of its own for views
-        and shardings, or any of optax.
-      last: a transformation of Muon's updates, after all else.
+        scaled by shape, or a sequence of several: pieces of this package, which then need no
+        arguments of their own for views and shardings, such as `scale_by_neuron()`, or any of
+        optax.
+      step: what makes Muon's updates out of scaled matrices, in place of weight decay and
+        `learning_rate`, which is AdamW's alone then: `hyperball(0.01)`.
+      last: a transformation of Muon's updates, after all else, or a sequence of several.
       strategy: how sharded matrices are brought together: 'auto', 'gather', 'all_to_all', 'gram'
         or 'local', or (pattern, strategy) pairs with patterns as in `Rule`.
       max_workspace_bytes: bound of one exchange's workspace on a device; None is the larger of
@@ -180,6 +198,7 @@ def muon(
         check_flag("adam_nesterov", adam_nesterov)
     check_mask("weight_decay_mask", weight_decay_mask)
     check_mask("adam_weight_decay_mask", adam_weight_decay_mask)
+    check_flag("sign", sign)
     check_choice("weight_decay_kind", weight_decay_kind, get_args(WeightDecayKind))
 
     config = MuonConfig(
@@ -197,20 +216,32 @@ def muon(
             ExecutionOptions(strategy, max_workspace_bytes, device),
             ns_dtype,
             update_dtype=jnp.float32,
+            sign=sign,
         ),
         resolve_scaling(scale, scale_factor, consistent_rms),
         ShardingOptions(param_shardings, mu_shardings),
         muon_weight_dimension_numbers,
         partition,
     )
-    of_muon = _muon_step(
-        config,
-        after_orthogonalization,
-        decayed_weights(weight_decay, weight_decay_mask),
-        weight_decay_kind,
-        learning_rate,
-        last,
-    )
+    kind = weight_decay_kind
+    if step is not None:
+        _check_no_decay(weight_decay)
+        kind = "decoupled"  # the step flips signs, whatever the kind
+    decayed = add_cautious_weight_decay if kind == "cautious" else decayed_weights
+    rate = optax.scale_by_learning_rate(learning_rate, flip_sign=kind != "independent")
+    direction = config.direction.stage
+    if namo is not None:
+        direction = namo_stage(namo, config.direction.momentum, direction)
+    stages = {
+        "momentum": direction,
+        "shape_scale": shape_scale_stage(config.scaling),
+        "weight_decay": as_stage(decayed(weight_decay, weight_decay_mask)),
+        "learning_rate": as_stage(rate if step is None else step),
+        "sign": as_stage(optax.scale(-1.0)),
+        "after_orthogonalization": slot_stage(after_orthogonalization),
+        "last": slot_stage(last),
+    }
+    of_muon = _muon_step(stages, kind)
     of_adam = _adamw_step(
         adam_learning_rate,
         decayed_weights(adam_weight_decay, adam_weight_decay_mask),
@@ -256,34 +287,26 @@ _ORDERS: dict[WeightDecayKind, tuple[str, ...]] = {
         "last",
     ),
 }
+_ORDERS["cautious"] = _ORDERS["decoupled"]
 
 
-def _muon_step(
-    config: MuonConfig,
-    after_orthogonalization: optax.GradientTransformation | None,
-    decay: optax.GradientTransformation,
-    kind: WeightDecayKind,
-    learning_rate: ScalarOrSchedule,
-    last: optax.GradientTransformation | None,
-) -> Stage:
+def _muon_step(stages: Mapping[str, Stage | None], kind: WeightDecayKind) -> Stage:
     """The stages of Muon's leaves, in the order of the kind of weight decay."""
-    flips_sign = kind != "independent"
-    rate = optax.scale_by_learning_rate(learning_rate, flip_sign=flips_sign)
-    stages = {
-        "momentum": config.direction.stage,
-        "shape_scale": shape_scale_stage(config.scaling),
-        "weight_decay": as_stage(decay),
-        "learning_rate": as_stage(rate),
-    }
-    if not flips_sign:
-        stages["sign"] = as_stage(optax.scale(-1.0))
-    if after_orthogonalization is not None:
-        stages["after_orthogonalization"] = as_stage(after_orthogonalization)
-    if last is not None:
-        stages["last"] = as_stage(last)
-    step = in_order(stages, [name for name in _ORDERS[kind] if name in stages])
+    # States are in the order of `stages`: first those that optax's Muon has, so that code which
+    # takes them by their places finds them there.
+    order = [name for name in _ORDERS[kind] if stages[name] is not None]
+    found = {name: stage for name, stage in stages.items() if stage is not None and name in order}
     # Decay in the gradient needs it wide; else the momentum is formed of it as it comes.
-    return stage_in_float32(step, takes_half=kind != "l2")
+    return stage_in_float32(in_order(found, order), takes_half=kind != "l2")
+
+
+def _check_no_decay(weight_decay: ScalarOrSchedule) -> None:
+    """Raises for weight decay beside a step that leaves no place for it."""
+    if callable(weight_decay) or (may_decay(weight_decay) and not isinstance(weight_decay, Tracer)):
+        raise ValueError(
+            "step takes the place of Muon's weight decay and learning rate; leave out "
+            f"weight_decay={weight_decay!r}"
+        )
 
 
 def _adamw_step(

@@ -284,6 +284,9 @@ def without_absent(tree: Any, updates: Any) -> Any:
     if jax.tree.structure(tree) == treedef:
         return tree
     leaves, paths = present_leaves(tree, updates), [p for p, _ in leaves_with_segments(updates)]
+    # A tree of moments may have none for some leaves.
+    masked = {p: x for p, x in leaves_with_segments(tree, is_masked) if is_masked(x)}
+    leaves |= {path: masked[path] for path in paths if path in masked}
     if leaves.keys() != set(paths):
         return tree
     return treedef.unflatten([leaves[path] for path in paths])

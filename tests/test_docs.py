@@ -28,6 +28,7 @@ from muon_optax import MatrixView, interop, muon, recipes
 from muon_optax.polar import SCHEDULES
 from muon_optax.tables import quantity
 from muon_optax.transforms.shape_scale import Scale
+from muon_optax.transforms.stage import MatrixTransformation
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -199,6 +200,27 @@ def program(call: str) -> str:
     """The first update of an optimizer, compiled as far as to be compared."""
     tx = evaluated(call, muon_optax, recipes)
     return jax.jit(tx.update).lower(TREE, jax.eval_shape(tx.init, TREE), TREE).as_text()
+
+
+def test_the_states_of_the_variants():
+    """Of a matrix of 6 inputs and 10 outputs; the first of two where a piece has two."""
+    matrix = jax.ShapeDtypeStruct((6, 10), "bfloat16")
+    arguments = {"hyperball": (0.1,), "add_cautious_weight_decay": (0.1,)}
+    for cell, _, state, *_ in rows_of("variants.md", "| piece | what it changes"):
+        name = cell.strip("`")
+        if name == "coupled_decay":  # a schedule
+            continue
+        tx = getattr(muon_optax, name)(*arguments.get(name, ()))
+        found = jax.tree.leaves(jax.eval_shape(tx.init, matrix))
+        moments = [x for x in found if x.dtype == jnp.float32]
+        formula = state.split(",")[0].replace("bytes", "").replace("none", "0")
+        formula = formula.replace("×", "*").replace("in *", "6 *")
+        assert sum(4 * x.size for x in moments) == eval(formula, {"out": 10}), name
+
+
+def test_the_pieces_of_other_systems():
+    for _, piece in rows_of("variants.md", "| system | piece"):
+        assert isinstance(evaluated(piece.split("`")[1], muon_optax), MatrixTransformation)
 
 
 def test_torchs_arguments_are_muons():

@@ -16,12 +16,13 @@ from muon_optax.tree_paths import (
     masked_unless,
     path_name,
     raise_together,
+    with_leaves,
 )
 
 __all__ = ["from_optax"]
 
 
-def from_optax(state: Any, params: Any) -> Any:
+def from_optax(state: Any, params: Any, tx: optax.GradientTransformation | None = None) -> Any:
     """Converts the state of `optax.contrib.muon`, alone or inside other transformations.
 
     optax's `MuonState` has the coefficients as a third field, which ours leaves to the options.
@@ -33,13 +34,17 @@ def from_optax(state: Any, params: Any) -> Any:
       state: a state with one or more of optax's `MuonState` in it, of arrays or shape structs.
       params: the parameters, or their shapes: what the moments are checked against. Those masked in
         the state, as frozen ones are under `optax.partition`, need no moments.
+      tx: the optimizer to go on with, where it has states that optax's doesn't, as the second
+        moments of `muon(after_orthogonalization=scale_by_neuron())`: these begin as its `init`
+        makes them.
 
     Returns:
       The state with our `MuonState` in its place.
 
     Raises:
       ValueError: if there is none of optax's `MuonState`, or a parameter has no moments, moments of
-        another shape, or there are moments of what isn't a parameter.
+        another shape, or there are moments of what isn't a parameter; listing the leaves of the
+        state that `tx` has no place for, as that of another choice of leaves.
 
     Example:
       >>> from muon_optax.recipes import optax_muon
@@ -56,9 +61,23 @@ def from_optax(state: Any, params: Any) -> Any:
         raise ValueError(f"the state has no optax.contrib MuonState to convert; it has {kinds}")
     _check_shapes(moments, params)
     others = {path for path, leaf in leaves_with_segments(params) if not is_float_leaf(leaf)}
-    return jax.tree.map(
+    converted = jax.tree.map(
         lambda x: _converted(x, others) if _is_moments(x) else x, state, is_leaf=_is_moments
     )
+    return converted if tx is None else _in_state_of(tx, converted, params)
+
+
+def _in_state_of(tx: optax.GradientTransformation, state: Any, params: Any) -> Any:
+    """A fresh state of `tx`, with the leaves of another at their paths."""
+    fresh = tx.init(params)
+    shapes = {path: jnp.shape(leaf) for path, leaf in leaves_with_segments(fresh)}
+    problems = [
+        f"{path_name(path)}: {jnp.shape(leaf)} in the state, {shapes.get(path, 'none')} wanted"
+        for path, leaf in leaves_with_segments(state)
+        if shapes.get(path) != jnp.shape(leaf)
+    ]
+    raise_together(problems, "this state can't go on with this optimizer:")
+    return with_leaves(fresh, state)
 
 
 def _moments(state: Any) -> list[Any]:

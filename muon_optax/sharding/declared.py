@@ -22,6 +22,7 @@ __all__ = [
     "is_spec",
     "mesh_of",
     "plain_spec",
+    "sharding_of_sums",
     "spec_without",
 ]
 
@@ -52,6 +53,32 @@ def declared_entries(where: Any, params: Any) -> list[Any]:
     if where is None or not jax.tree.leaves(params):
         return [None] * len(jax.tree.leaves(params))
     return align(where, params, what="shardings", is_leaf=is_spec)
+
+
+def sharding_of_sums(
+    shape: tuple[int, ...], whole: tuple[int, ...], sharding: NamedSharding
+) -> NamedSharding:
+    """How sums over some dims of an array are sharded: along the dims that are left.
+
+    Args:
+      shape: of the sums: the array's dims, 1 where they were summed over; others may follow.
+      whole: the array's shape.
+      sharding: the array's.
+
+    Returns:
+      The sums' sharding.
+
+    Example:
+      >>> mesh = jax.make_mesh((1,), ("fsdp",))
+      >>> rows = NamedSharding(mesh, PartitionSpec("fsdp", None))
+      >>> sharding_of_sums((4, 1), (4, 8), rows).spec, sharding_of_sums((1, 8), (4, 8), rows).spec
+      (P('fsdp', None), P(None, None))
+    """
+    if shape == whole:
+        return sharding
+    spec = (*sharding.spec, *[None] * (len(whole) - len(sharding.spec)))
+    kept = [a if n == size else None for n, size, a in zip(shape, whole, spec, strict=False)]
+    return sharding.update(spec=PartitionSpec(*kept))
 
 
 def is_spec(x: Any) -> bool:

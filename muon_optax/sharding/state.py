@@ -14,6 +14,7 @@ from muon_optax.sharding.declared import (
     fits,
     is_spec,
     mesh_of,
+    sharding_of_sums,
 )
 from muon_optax.sharding.metadata import annotations_of, usable
 from muon_optax.sharding.options import Shardings
@@ -39,7 +40,8 @@ def state_shardings(
 ) -> Any:
     """Shardings of a whole optimizer state, for `jit(out_shardings=...)` and checkpoints.
 
-    Moments and momenta are sharded like their parameters, all else is replicated. A `muon` in `tx`
+    Moments and momenta are sharded like their parameters, and those that are sums over some dims
+    like what is left of these; all else is replicated. A `muon` in `tx`
     is asked for what it was told of shardings.
 
     Args:
@@ -72,10 +74,10 @@ def state_shardings(
     where = _named_shardings(params, of_params)
     structs = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
     state = jax.eval_shape(tx.init, structs)
-    found = _like_params(tx, state, where)
+    found = _like_params(tx, state, structs, where)
     if of_momentum is None:
         return found
-    moved = _like_params(tx, state, _named_shardings(params, of_momentum))
+    moved = _like_params(tx, state, structs, _named_shardings(params, of_momentum))
     is_muon = lambda x: isinstance(x, MuonState)  # noqa: E731
     return jax.tree.map(
         lambda old, new: old._replace(mu=new.mu) if is_muon(old) else old,
@@ -91,14 +93,17 @@ def _told(tx: optax.GradientTransformation, params: Any) -> Shardings:
     return found[0].config.declared.of(params) if len(found) == 1 else Shardings()
 
 
-def _like_params(tx: optax.GradientTransformation, state: Any, where: Any) -> Any:
+def _like_params(tx: optax.GradientTransformation, state: Any, params: Any, where: Any) -> Any:
     """The state with each parameter-like leaf replaced by its sharding, others replicated."""
     mesh = next((s.mesh for s in jax.tree.leaves(where)), None)
     rest = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     return optax.tree_map_params(
         tx,
-        lambda leaf, sharding: leaf if is_masked(leaf) else sharding,
+        lambda leaf, param, sharding: (
+            leaf if is_masked(leaf) else sharding_of_sums(leaf.shape, param.shape, sharding)
+        ),
         state,
+        params,
         where,
         transform_non_params=lambda _: rest,
         is_leaf=is_masked,

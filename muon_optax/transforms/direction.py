@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_optax.checks import check_decay, check_float_dtype
+from muon_optax.checks import check_decay, check_flag, check_float_dtype
 from muon_optax.dtypes import wide_dtype
 from muon_optax.partition import Views
 from muon_optax.polar import Coefficients, Method, PrecisionName, Preconditioning
@@ -68,6 +68,7 @@ def scale_by_muon(
     max_workspace_bytes: int | None = None,
     device: str | DeviceModel = "auto",
     update_dtype: Any = None,
+    sign: bool = False,
 ) -> MatrixTransformation:
     """Muon's direction: momentum, orthogonalised. Drop-in for `optax.contrib.scale_by_muon`.
 
@@ -94,6 +95,7 @@ def scale_by_muon(
       max_workspace_bytes: as in `orthogonalize`.
       device: as in `orthogonalize`.
       update_dtype: dtype of the updates, at least; None is the gradient's.
+      sign: orthogonalise the signs of the momentum mix, as AdaMuon does.
 
     Returns:
       A transformation with a `MuonState`.
@@ -110,6 +112,7 @@ def scale_by_muon(
     """
     check_decay("eps", eps, below=math.inf)
     check_float_dtype("update_dtype", update_dtype)
+    check_flag("sign", sign)
     direction = Direction(
         Momentum(beta, mu_dtype, nesterov, bias_correction, momentum),
         make_orthogonalizer(
@@ -124,6 +127,7 @@ def scale_by_muon(
         ExecutionOptions(strategy, max_workspace_bytes, device),
         ns_dtype,
         update_dtype,
+        sign,
     )
     bind = binder(weight_dimension_numbers, ShardingOptions(param_shardings, mu_shardings))
     return matrix_transformation(direction.stage, bind)
@@ -139,6 +143,7 @@ class Direction:
       execution: strategies, workspace and device.
       ns_dtype: dtype to orthogonalise in; None is the momentum's.
       update_dtype: dtype of the updates, at least; None is the gradient's.
+      sign: orthogonalise the signs of the momentum mix.
     """
 
     momentum: Momentum
@@ -146,6 +151,7 @@ class Direction:
     execution: ExecutionOptions
     ns_dtype: Any = None
     update_dtype: Any = None
+    sign: bool = False
 
     def __post_init__(self) -> None:
         check_float_dtype("ns_dtype", self.ns_dtype)
@@ -181,7 +187,8 @@ class Direction:
         count = jnp.asarray(optax.safe_increment(state.count))
         weights = self.momentum.weights(count)
         pairs = list(zip(jax.tree.leaves(ready.updates), jax.tree.leaves(mu), strict=True))
-        found = self.execution.run(ready.leaves, self.orthogonalizer, _MOMENTUM, weights, pairs)
+        step = _SIGNS if self.sign else _MOMENTUM
+        found = self.execution.run(ready.leaves, self.orthogonalizer, step, weights, pairs)
         treedef = jax.tree.structure(updates)
         results = place(treedef.unflatten([result for result, _ in found]), ready.moves)
         results = jax.tree.map(functools.partial(_cast_update, self.update_dtype), results, updates)
@@ -194,6 +201,7 @@ _MOMENTUM = Elementwise(
     prepare=lambda w, g, m: combine(w.mix, m, g),
     keep=lambda w, g, m: (combine(w.keep, m, g),),
 )
+_SIGNS = dataclasses.replace(_MOMENTUM, prepare=lambda w, g, m: jnp.sign(combine(w.mix, m, g)))
 
 
 def _cast_update(update_dtype: Any, x: jax.Array, grad: jax.Array) -> jax.Array:

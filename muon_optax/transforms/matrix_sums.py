@@ -6,16 +6,21 @@ that needs norms or means of matrices takes them from here.
 """
 
 import dataclasses
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+from jax.sharding import PartitionSpec
 
 from muon_optax.dtypes import wide_dtype
 from muon_optax.sharding.bound_leaf import BoundLeaf
+from muon_optax.sharding.specs import Layout
+from muon_optax.sharding.trace_context import varying_axes
 
-__all__ = ["MatrixSums", "Role", "squares"]
+__all__ = ["AxisSums", "MatrixSums", "Role", "Sums", "products", "quotient", "squares"]
 
 Role = Literal["reduction", "output"]
 
@@ -27,8 +32,45 @@ def squares(x: jax.Array) -> jax.Array:
       >>> squares(jnp.array([3 + 4j], "complex64")).tolist()
       [25.0]
     """
-    x = x.astype(wide_dtype(x.dtype))
-    return (x * x.conj()).real
+    return products(x, x)
+
+
+def products(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Entries of the real inner product of two arrays, float32 at least.
+
+    Example:
+      >>> products(jnp.array([1j], "complex64"), jnp.array([3 + 4j], "complex64")).tolist()
+      [4.0]
+    """
+    dtype = wide_dtype(x.dtype, y.dtype)
+    return (x.astype(dtype) * y.astype(dtype).conj()).real
+
+
+def quotient(x: jax.typing.ArrayLike, y: jax.Array) -> jax.Array:
+    """The quotient, but 0 where the divisor is, as for the unit matrix of a zero matrix.
+
+    Example:
+      >>> quotient(3.0, jnp.array([2.0, 0.0])).tolist()
+      [1.5, 0.0]
+    """
+    is_zero = y == 0
+    return jnp.where(is_zero, 0, x / jnp.where(is_zero, 1, y))
+
+
+class Sums(Protocol):
+    """Sums over some axes of a leaf, one for each matrix or one for other groups of its entries."""
+
+    def of(self, x: jax.Array) -> jax.Array:
+        """The sums of `x`."""
+        ...
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the sums of an array of this shape."""
+        ...
+
+    def spread(self, sums: jax.Array) -> jax.Array:
+        """Values for each sum, as an array that broadcasts against the leaf."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +78,8 @@ class MatrixSums:
     """Sums over some of the matrix axes of one leaf.
 
     Sums have the leaf's dims, those that are summed over as 1. Where fused blocks lie side by side
-    along a summed axis, a last dim has one entry for each block. On Explicit and Auto axes JAX
-    places the all-reduce; over Manual ones it is one psum, over exactly the axes that shard what is
-    summed over, and never over replicas.
+    along a summed axis, a last dim has one entry for each block. They are all-reduced over exactly
+    the mesh axes that shard what is summed over, and never over replicas.
 
     Attributes:
       leaf: the leaf.
@@ -61,21 +102,28 @@ class MatrixSums:
 
     def of(self, x: jax.Array) -> jax.Array:
         """The sums of `x`, an array of the leaf's shape (a block of it inside a shard_map)."""
-        dims = self._dims
-        if self._sums_blocks:
-            # The axes beside the fused one first: what is multiplied by the mask is small then.
-            x = jnp.sum(x, [d for d in dims if d not in self._fused_dims], keepdims=True)
-            x = jnp.sum(x[..., None] * self._mask(x.dtype), self._fused_dims, keepdims=True)
-        else:
-            x = jnp.sum(x, dims, keepdims=True)
-        axes = tuple(a for a in self.leaf.layout.axes_of(dims) if a in self.leaf.layout.manual)
-        return jax.lax.psum(x, axes) if axes else x
+        return _all_reduced(self.leaf.layout, x, self.dims, self._block_sums)
+
+    def _block_sums(self, layout: Layout, x: jax.Array) -> jax.Array:
+        """The sums over one device's block, where the layout has Manual axes."""
+        dims = self.dims
+        if not self._sums_blocks:
+            return jnp.sum(x, dims, keepdims=True)
+        # The axes beside the fused one first: what is multiplied by the mask is small then.
+        x = jnp.sum(x, [d for d in dims if d not in self._fused_dims], keepdims=True)
+        mask = self._mask(layout, x.dtype)
+        return jnp.sum(x[..., None] * mask, self._fused_dims, keepdims=True)
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the sums of an array of this shape."""
+        kept = tuple(1 if d in self.dims else n for d, n in enumerate(shape))
+        return (*kept, len(self.leaf.view.block_sizes)) if self._sums_blocks else kept
 
     def spread(self, sums: jax.Array) -> jax.Array:
         """Values for each sum, as an array that broadcasts against the leaf."""
         if not self._sums_blocks:
             return sums
-        return jnp.sum(sums * self._mask(sums.dtype), -1)
+        return jnp.sum(sums * self._mask(self.leaf.layout, sums.dtype), -1)
 
     @property
     def counts(self) -> np.ndarray:
@@ -89,7 +137,8 @@ class MatrixSums:
         return whole * share
 
     @property
-    def _dims(self) -> tuple[int, ...]:
+    def dims(self) -> tuple[int, ...]:
+        """The axes that are summed over."""
         view = self.leaf.view
         axes = {"reduction": view.reduction_axes, "output": view.output_axes}
         return tuple(sorted(a for role in self.over for a in axes[role]))
@@ -105,9 +154,95 @@ class MatrixSums:
         is_fused = len(self.leaf.view.block_sizes) > 1
         return is_fused and ("reduction" if self.leaf.view.cut == 1 else "output") in self.over
 
-    def _mask(self, dtype: jnp.dtype) -> jax.Array:
+    def _mask(self, layout: Layout, dtype: jnp.dtype) -> jax.Array:
         """1 where a place along the fused axes belongs to a block, (..., blocks)."""
         count = len(self.leaf.view.block_sizes)
         block_of_place = np.asarray(self.leaf.view.per_block(range(count)))
         mask = (block_of_place[..., None] == np.arange(count)).astype(dtype)
-        return self.leaf.layout.block_of(jnp.asarray(mask))
+        return layout.block_of(jnp.asarray(mask))
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisSums:
+    """Sums over some axes of a leaf, whatever its matrices are; their dims are kept as 1.
+
+    Attributes:
+      leaf: the leaf.
+      dims: the axes that are summed over.
+
+    Example:
+      >>> from muon_optax.matrix_view import MuonDimensionNumbers
+      >>> from muon_optax.transforms.binding import bind_leaves
+      >>> x = jnp.arange(8.0).reshape(2, 2, 2)
+      >>> (leaf,) = bind_leaves(x, MuonDimensionNumbers(1, 2))
+      >>> AxisSums(leaf, (0, 1, 2)).of(x).tolist()
+      [[[28.0]]]
+    """
+
+    leaf: BoundLeaf
+    dims: tuple[int, ...]
+
+    def of(self, x: jax.Array) -> jax.Array:
+        """The sums of `x`, an array of the leaf's shape (a block of it inside a shard_map)."""
+        sums = lambda layout, x: jnp.sum(x, self.dims, keepdims=True)  # noqa: E731
+        return _all_reduced(self.leaf.layout, x, self.dims, sums)
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the sums of an array of this shape."""
+        return tuple(1 if d in self.dims else n for d, n in enumerate(shape))
+
+    def spread(self, sums: jax.Array) -> jax.Array:
+        """The sums, which broadcast against the leaf as they are."""
+        return sums
+
+
+def _all_reduced(
+    layout: Layout,
+    x: jax.Array,
+    dims: Sequence[int],
+    block_sums: Callable[[Layout, jax.Array], jax.Array],
+) -> jax.Array:
+    """Sums over dims of a leaf, of which `block_sums` gives those of one device's block.
+
+    Along Manual axes this is one psum. Along others JAX places the all-reduce. Where several dims
+    are sharded, the partitioner would reduce over the mesh axes of one dim after those of another;
+    a shard_map makes it one all-reduce, which XLA merges with those of other leaves.
+    """
+    open_axes = set(layout.known) - set(layout.manual)
+    sharded = [d for d in dims if x.shape[d] > 1 and open_axes.intersection(layout.axes_of([d]))]
+    if len(sharded) > 1 and _takes_shard_map(layout, x):
+        inner = dataclasses.replace(layout, manual=(*layout.manual, *open_axes))
+        spec = (*layout.partition_spec, *[None] * (x.ndim - len(layout.partition_spec)))
+        ins = PartitionSpec(*(None if n == 1 else a for n, a in zip(x.shape, spec, strict=True)))
+        outs = PartitionSpec(*(None if d in dims else a for d, a in enumerate(ins)))
+        return jax.shard_map(
+            lambda x: _all_reduced(inner, x, dims, block_sums),
+            mesh=layout.mesh,
+            in_specs=ins,
+            out_specs=outs,
+            axis_names=open_axes,
+        )(x)
+    sums = block_sums(layout, x)
+    axes = tuple(a for a in layout.axes_of(dims) if a in layout.manual) + _axes_of_size_1(sums)
+    return jax.lax.psum(sums, axes) if axes else sums
+
+
+def _axes_of_size_1(x: jax.Array) -> tuple[str, ...]:
+    """Manual axes of size 1 over which an array varies by its type.
+
+    Layouts leave them out, but what is summed over must not vary by its type either: the user's
+    shard_map checks it.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    varying = varying_axes(x)
+    return tuple(a for a in mesh.manual_axes if a in varying and mesh.shape[a] == 1)
+
+
+def _takes_shard_map(layout: Layout, x: jax.Array) -> bool:
+    """Whether an array can be given to a shard_map over its mesh, and it costs nothing."""
+    mesh = layout.mesh
+    is_elsewhere = (
+        mesh is not None and mesh.explicit_axes and jax.typeof(x).sharding.mesh.empty
+    )  # as the placeholders of `eval_shape`
+    # Outside of jit a shard_map would be compiled anew, operation by operation, in every step.
+    return isinstance(x, Tracer) and not is_elsewhere

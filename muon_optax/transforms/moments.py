@@ -1,7 +1,7 @@
 """Moments: zeros of the parameters' shardings to begin with, and the trees of them in a state."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +11,34 @@ from muon_optax.dtypes import wide_dtype
 from muon_optax.sharding.placement import is_abstract, is_on_host, to_device, to_host
 from muon_optax.transforms.momentum_state import MuonState
 
-__all__ = ["is_moments", "map_moments", "moment_dtype", "zeros_like_parameter"]
+__all__ = ["holds_moments", "is_moments", "map_moments", "moment_dtype", "zeros_like_parameter"]
+
+# The fields of each kind of state that are trees of moments, one for each leaf.
+_FIELDS: dict[type, tuple[str, ...]] = {MuonState: ("mu",), optax.ScaleByAdamState: ("mu", "nu")}
+
+State = TypeVar("State", bound=type)
+
+
+def holds_moments(*fields: str) -> Callable[[State], State]:
+    """A class decorator: says which fields of a state are trees of moments, like the parameters.
+
+    Leaves without a gradient keep what these trees have for them.
+    """
+
+    def noted(kind: State) -> State:
+        _FIELDS[kind] = fields
+        return kind
+
+    return noted
 
 
 def is_moments(x: Any) -> bool:
-    """Whether `x` is a state of Muon's or AdamW's moments."""
-    return isinstance(x, MuonState | optax.ScaleByAdamState)
+    """Whether `x` is a state that has trees of moments."""
+    return type(x) in _FIELDS
 
 
 def map_moments(function: Callable[..., Any], state: Any, *others: Any) -> Any:
-    """Maps a function over the trees of moments, `mu` and `nu`, in a state.
+    """Maps a function over the trees of moments, such as `mu` and `nu`, in a state.
 
     Args:
       function: gets a tree of moments, and those at its place in the other states.
@@ -32,9 +50,16 @@ def map_moments(function: Callable[..., Any], state: Any, *others: Any) -> Any:
     """
 
     def mapped(x: Any, *rest: Any) -> Any:
-        names = [name for name in ("mu", "nu") if is_moments(x) and name in x._fields]
-        new = {n: function(getattr(x, n), *(getattr(r, n) for r in rest)) for n in names}
-        return x._replace(**new) if new else x
+        if not is_moments(x):
+            return x
+        new = {}
+        for name in x._fields:  # a state may have another inside, as NAMO's has the momentum's
+            own, theirs = getattr(x, name), [getattr(r, name) for r in rest]
+            if name not in _FIELDS[type(x)]:
+                new[name] = map_moments(function, own, *theirs)
+            elif own is not None:
+                new[name] = function(own, *theirs)
+        return x._replace(**new)
 
     return jax.tree.map(mapped, state, *others, is_leaf=is_moments)
 

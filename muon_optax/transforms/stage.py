@@ -23,6 +23,7 @@ __all__ = [
     "bound_transformation",
     "in_order",
     "matrix_transformation",
+    "slot_stage",
     "stage_in_float32",
 ]
 
@@ -116,6 +117,32 @@ def as_stage(transformation: optax.GradientTransformation) -> Stage:
         return inner.update(updates, state, params, **extra_args)
 
     return Stage(init, update)
+
+
+def slot_stage(
+    given: optax.GradientTransformation | Sequence[optax.GradientTransformation] | None,
+) -> Stage | None:
+    """The stage of what a user gives for a slot of Muon's step.
+
+    Args:
+      given: a transformation, or several, which updates pass from the first to the last. In an
+        `optax.chain` they would be bound by their own arguments; here each takes the slot's
+        records.
+
+    Returns:
+      The stage, whose state for several is a dict by their numbers; None for none.
+
+    Example:
+      >>> stage = slot_stage((optax.scale(2.0), optax.scale(3.0)))
+      >>> stage.update(1.0, stage.init(1.0, []), None, [])[0]
+      6.0
+    """
+    if given is None:
+        return None
+    if isinstance(given, optax.GradientTransformation):
+        return as_stage(given)
+    stages = {str(i): as_stage(piece) for i, piece in enumerate(given)}
+    return in_order(stages, tuple(stages))
 
 
 def in_order(stages: Mapping[str, Stage], order: Sequence[str]) -> Stage:

@@ -1,14 +1,4 @@
-"""The conventions of other systems, by name.
-
-Each recipe is `muon` with one system's momentum, Newton-Schulz schedule and dtype, scale, weight
-decay, AdamW and choice of leaves, so that a run, its learning rates and its checkpoints carry over.
-Every default can be overridden by any argument of `muon`: `torch_muon(1e-3, ns_dtype=None)`
-orthogonalises in the momentum's dtype, not in torch's bfloat16.
-
-All of them normalise scale-invariantly, where the sources add or clamp an epsilon: they differ for
-gradients below about 1e-7, where the sources' updates shrink. torch stores weights [out, in] and
-Flax [in, out]; scales go by role, so that they agree.
-"""
+"""Recipes of other systems' Muon, AdamW and choice of leaves."""
 
 import re
 from collections.abc import Mapping

@@ -1,0 +1,250 @@
+"""Recipes of Muon's variants: NorMuon, AdaMuon, NAMO and MuonH, as their sources run them."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import jax.numpy as jnp
+import optax
+
+from muon_optax.alias import muon
+from muon_optax.checks import check_choice
+from muon_optax.partition.systems import Blocks
+from muon_optax.recipes.systems import Transformation, dion, keller_jordan, megatron
+from muon_optax.transforms.entries import scale_by_entry
+from muon_optax.transforms.namo import Namo
+from muon_optax.transforms.neurons import scale_by_neuron
+from muon_optax.transforms.spheres import hyperball
+from muon_optax.transforms.weight_decay import add_cautious_weight_decay, coupled_decay
+
+__all__ = [
+    "AdaptiveMethod",
+    "adamuon",
+    "dion_normuon",
+    "emerging_optimizers",
+    "modded_nanogpt",
+    "muonh",
+    "normuon",
+]
+
+ScalarOrSchedule = optax.ScalarOrSchedule
+AdaptiveMethod = Literal["adamuon", "normuon", "namo"]
+
+
+def normuon(
+    learning_rate: ScalarOrSchedule = 0.02, *, weight_decay: ScalarOrSchedule = 0.0, **options: Any
+) -> Transformation:
+    """NorMuon of its authors, github.com/zichongli5/NorMuon: `NorMuonWithAuxAdam`.
+
+    `keller_jordan`, and after orthogonalisation a second moment of each output neuron with beta2
+    0.95 and epsilon 1e-10; each matrix gets its norm back. The source keeps these moments in the
+    parameter's dtype, this in float32.
+
+    Args:
+      learning_rate: a number or a schedule; AdamW has its own, `adam_learning_rate`.
+      weight_decay: for Muon's leaves.
+      **options: any argument of `muon`.
+
+    Example:
+      >>> state = normuon().init(jnp.eye(2)).inner_states["muon"].inner_state
+      >>> state["after_orthogonalization"].nu.shape
+      (1, 2)
+    """
+    settings = {"after_orthogonalization": scale_by_neuron(0.95, 1e-10)}
+    return keller_jordan(learning_rate, weight_decay=weight_decay, **(settings | options))
+
+
+def dion_normuon(
+    learning_rate: ScalarOrSchedule = 0.01,
+    *,
+    weight_decay: ScalarOrSchedule = 0.01,
+    split_sizes: Mapping[str, Blocks] | None = None,
+    **options: Any,
+) -> Transformation:
+    """NorMuon of Dion, github.com/microsoft/dion, dion/normuon.py.
+
+    `dion`, and after orthogonalisation a second moment of each output neuron with beta2 0.95. Its
+    `cautious_wd=True` is `weight_decay_kind="cautious"`. Where a matrix is sharded, the source
+    brings back the norm of each shard; this always does the matrix's.
+
+    Args:
+      learning_rate: a number or a schedule.
+      weight_decay: for all leaves; `adam_weight_decay` sets AdamW's apart.
+      split_sizes: as in `dion`.
+      **options: any argument of `muon`.
+
+    Raises:
+      ValueError: as in `dion`.
+
+    Example:
+      >>> tx = dion_normuon(split_sizes={"query": 4}, weight_decay_kind="cautious")
+      >>> state = tx.init({"query": jnp.ones((4, 16))}).inner_states["muon"].inner_state
+      >>> state["after_orthogonalization"].nu["query"].shape
+      (1, 16)
+    """
+    settings = {"after_orthogonalization": scale_by_neuron()}
+    return dion(
+        learning_rate, weight_decay=weight_decay, split_sizes=split_sizes, **(settings | options)
+    )
+
+
+def emerging_optimizers(
+    learning_rate: ScalarOrSchedule = 3e-4,
+    *,
+    method: AdaptiveMethod = "adamuon",
+    weight_decay: ScalarOrSchedule = 0.01,
+    **options: Any,
+) -> Transformation:
+    """`AdaptiveMuon` of NVIDIA's Emerging-Optimizers, orthogonalized_optimizers/adaptive_muon.py.
+
+    `megatron`, and after orthogonalisation, before the scale, one of three: a second moment of each
+    entry ('adamuon', without the signs and the rescaling of AdaMuon's authors), of each place of
+    the longer side ('normuon'), or of the gradient's norm ('namo', without bias correction); beta2
+    0.95, epsilon 1e-8. Megatron-Core multiplies by the scale twice, which this does not.
+
+    Args:
+      learning_rate: a number or a schedule.
+      method: `moment2_method` there.
+      weight_decay: for all leaves; `adam_weight_decay` sets AdamW's apart.
+      **options: any argument of `megatron` or `muon`.
+
+    Raises:
+      ValueError: for an unknown method.
+
+    Example:
+      >>> tx = emerging_optimizers(method="normuon")
+      >>> state = tx.init(jnp.ones((2, 4))).inner_states["muon"].inner_state
+      >>> state["after_orthogonalization"].nu.shape
+      (1, 4)
+    """
+    check_choice("method", method, get_args(AdaptiveMethod))
+    settings: dict[str, Any] = {}
+    if method == "adamuon":
+        settings["after_orthogonalization"] = scale_by_entry(rms=None)
+    elif method == "normuon":
+        settings["after_orthogonalization"] = scale_by_neuron(each="longer", guard="clamp")
+    else:
+        settings["namo"] = Namo(beta2=0.95, bias_correction=False)
+    return megatron(learning_rate, weight_decay=weight_decay, **(settings | options))
+
+
+def adamuon(
+    learning_rate: ScalarOrSchedule = 6e-4, *, weight_decay: ScalarOrSchedule = 0.1, **options: Any
+) -> Transformation:
+    """AdaMuon of its authors, github.com/Chongjie-Si/AdaMuon, gpt2/models/optimizers/adamuon.py.
+
+    EMA momentum of 0.95 with Nesterov; the signs of the mix go through jordan x 5 in bfloat16; each
+    entry is divided by the root of its second moment, whose decay rate is the momentum's, and each
+    matrix brought to an RMS of 0.2, so that AdamW's learning rates fit. Decoupled weight decay;
+    AdamW with betas (0.9, 0.95) and the same learning rate and decay for the rest.
+
+    Args:
+      learning_rate: a number or a schedule.
+      weight_decay: for all leaves; `adam_weight_decay` sets AdamW's apart.
+      **options: any argument of `muon`.
+
+    Example:
+      >>> tx = adamuon(adam_learning_rate=3e-4)
+      >>> state = tx.init(jnp.ones((2, 4))).inner_states["muon"].inner_state
+      >>> state["after_orthogonalization"].nu.shape
+      (2, 4)
+    """
+    settings = {
+        "weight_decay": weight_decay,
+        "adam_weight_decay": weight_decay,
+        "after_orthogonalization": scale_by_entry(options.get("beta", 0.95)),
+        "sign": True,
+        "scale": "none",
+        "adam_b2": 0.95,
+    }
+    return _half(learning_rate, settings, options)
+
+
+def muonh(
+    learning_rate: ScalarOrSchedule = 0.018,
+    *,
+    adam_learning_rate: ScalarOrSchedule = 0.01,
+    **options: Any,
+) -> Transformation:
+    """MuonH of modded-nanogpt, records/track_3_optimization, 2026-04-30; arXiv 2606.16899.
+
+    EMA momentum of 0.95 with Nesterov, (2, -1.5, 0.5) x 12 in bfloat16, and steps of a fixed share
+    of the weights' norm along the sphere that they are on; no scale and no weight decay. AdamW with
+    betas (0.8, 0.95) and epsilon 1e-10; the record has rates of their own for table and head (see
+    docs/per_leaf.md). Weights that begin with zeros need another optimizer: `init` lists them. The
+    paper keeps the initial norm: `step=hyperball(0.018)`.
+
+    Args:
+      learning_rate: of Muon's leaves, the step's norm as a share of the weights'; a number or a
+        schedule.
+      adam_learning_rate: of the others.
+      **options: any argument of `muon`.
+
+    Example:
+      >>> params = jnp.ones((2, 4))
+      >>> updates, _ = muonh().update(params, muonh().init(params), params)
+      >>> new = params + updates
+      >>> bool(abs(jnp.linalg.norm(new) / jnp.linalg.norm(params) - 1) < 1e-6)
+      True
+    """
+    settings = {
+        "step": hyperball(learning_rate, radius="current"),
+        "scale": "none",
+        "ns_coeffs": ((2.0, -1.5, 0.5),) * 12,
+        "adam_b1": 0.8,
+        "adam_b2": 0.95,
+        "eps": 1e-10,
+    }
+    return _half(adam_learning_rate, settings, options)
+
+
+def modded_nanogpt(
+    learning_rate: ScalarOrSchedule = 0.023,
+    *,
+    weight_decay: ScalarOrSchedule = 1.2,
+    adam_learning_rate: ScalarOrSchedule = 0.008,
+    adam_weight_decay: ScalarOrSchedule = 0.005,
+    **options: Any,
+) -> Transformation:
+    """NorMuon of modded-nanogpt's speedrun, train_gpt.py: `NorMuonAndAdam`.
+
+    EMA momentum of 0.95 with Nesterov, modded_nanogpt x 5 in bfloat16, second moments of the longer
+    side with beta2 0.9, clamped at 1e-10, sqrt(max(1, out / in)); cautious weight decay by the
+    square of the learning rate, times the scale. Adam with betas (0.9, 0.99) and epsilon 1e-10,
+    decay by the square of its rate. The source has multipliers of rate and decay and other betas
+    for tables, head, gates and scalars (see docs/per_leaf.md), and Adam's decay is cautious there.
+
+    Args:
+      learning_rate: a number or a schedule.
+      weight_decay: for Muon's leaves, times the square of the rate.
+      adam_learning_rate: of the others.
+      adam_weight_decay: of the others, times the square of their rate.
+      **options: any argument of `muon`.
+
+    Example:
+      >>> state = modded_nanogpt().init(jnp.ones((4, 2))).inner_states["muon"].inner_state
+      >>> state["after_orthogonalization"]["0"].nu_input.shape
+      (4, 1)
+    """
+    decay = coupled_decay(weight_decay, learning_rate, 1.0)
+    # Before the scale by shape, which so multiplies decay as well.
+    decayed = add_cautious_weight_decay(decay, options.pop("weight_decay_mask", None))
+    settings = {
+        "ns_coeffs": "modded_nanogpt",
+        "after_orthogonalization": (
+            scale_by_neuron(0.9, 1e-10, each="longer", guard="clamp"),
+            decayed,
+        ),
+        "adam_learning_rate": adam_learning_rate,
+        "adam_weight_decay": coupled_decay(adam_weight_decay, adam_learning_rate, 1.0),
+        "adam_b2": 0.99,
+        "eps": 1e-10,
+    }
+    return _half(learning_rate, settings, options)
+
+
+def _half(
+    learning_rate: ScalarOrSchedule, settings: dict[str, Any], options: dict[str, Any]
+) -> Transformation:
+    """`muon` with settings under the caller's options, orthogonalising in bfloat16."""
+    common = {"ns_dtype": jnp.bfloat16, "bias_correction": False, "adam_nesterov": False}
+    return muon(learning_rate, **(common | settings | options))

@@ -1,0 +1,277 @@
+"""NAMO: the orthogonalised momentum, sized by the momentum's norm beside the gradient's."""
+
+import dataclasses
+import math
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from muon_optax.checks import check_choice, check_decay, check_flag
+from muon_optax.dtypes import wide_dtype
+from muon_optax.partition import Views
+from muon_optax.sharding.bound_leaf import BoundLeaf
+from muon_optax.sharding.execution import ExecutionOptions
+from muon_optax.sharding.placement import place
+from muon_optax.transforms.direction import scale_by_muon
+from muon_optax.transforms.matrix_sums import MatrixSums, Role, quotient, squares
+from muon_optax.transforms.moments import holds_moments
+from muon_optax.transforms.momentum import Momentum, combine
+from muon_optax.transforms.momentum_state import MuonState
+from muon_optax.transforms.stage import Leaves, MatrixTransformation, Stage, as_stage
+from muon_optax.transforms.standalone import (
+    check_state_type,
+    moments_of,
+    moving_average,
+    restored,
+    standalone,
+    zero_sums,
+)
+from muon_optax.tree_paths import graft
+
+__all__ = ["Namo", "NamoState", "NamoUnits", "namo_stage", "scale_by_namo"]
+
+NamoUnits = Literal["matrix", "input"]
+_SUMMED: dict[str, tuple[Role, ...]] = {"matrix": ("reduction", "output"), "input": ("output",)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Namo:
+    """NAMO's factor: the momentum mix's norm beside the gradients' (arXiv 2602.17080).
+
+    For `muon(namo=Namo())`, and behind `scale_by_namo`, which says more.
+
+    Attributes:
+      beta2: decay rate of the gradients' squared norms, in [0, 1).
+      eps: keeps the divisor from zero.
+      each: a factor for each 'matrix', NAMO, or for each 'input', NAMO-D.
+      clamp: factors of inputs are kept between this times their mean, and their mean divided by it.
+      bias_correction: multiply by Adam's sqrt(1 - beta2^t) / (1 - beta^t).
+
+    Example:
+      >>> Namo(each="input").clamp
+      0.75
+    """
+
+    beta2: jax.typing.ArrayLike = 0.99
+    eps: jax.typing.ArrayLike = 1e-8
+    each: NamoUnits = "matrix"
+    clamp: float = 0.75
+    bias_correction: bool = True
+
+    def __post_init__(self) -> None:
+        check_decay("beta2", self.beta2)
+        check_decay("eps", self.eps, below=math.inf)
+        check_choice("each", self.each, get_args(NamoUnits))
+        if not 0 < self.clamp <= 1:
+            raise ValueError(f"clamp must be in (0, 1], got {self.clamp!r}")
+        check_flag("bias_correction", self.bias_correction)
+
+    def sums(self, leaf: BoundLeaf) -> MatrixSums:
+        """What sums over all that has one factor."""
+        return MatrixSums(leaf, _SUMMED[self.each])
+
+    def of(
+        self,
+        leaf: BoundLeaf,
+        of_mix: jax.Array,
+        nu: jax.Array,
+        count: jax.Array,
+        beta: jax.typing.ArrayLike,
+    ) -> jax.Array:
+        """The factor of a leaf, of the mix's sums of squares and the new moving average."""
+        factor = quotient(jnp.sqrt(of_mix), jnp.sqrt(nu) + jnp.asarray(self.eps, nu.dtype))
+        if self.each == "input":
+            inputs = MatrixSums(leaf, ("reduction",))
+            mean = inputs.spread(inputs.of(factor) / inputs.counts.astype(nu.dtype))
+            factor = jnp.clip(factor, self.clamp * mean, mean / self.clamp)
+        if self.bias_correction:
+            t = count.astype(nu.dtype)
+            rest, rest2 = (1 - jnp.asarray(x, nu.dtype) ** t for x in (beta, self.beta2))
+            factor = factor * (jnp.sqrt(rest2) / (rest + 1e-12))
+        return self.sums(leaf).spread(factor)
+
+
+@holds_moments("nu")
+class NamoState(NamedTuple):
+    """State of NAMO.
+
+    Attributes:
+      muon: the momentum, as `scale_by_muon` keeps it.
+      nu: moving averages of the gradients' squared norms, in float32 at least: for each leaf an
+        array with the leaf's dims, those that a norm is over as 1; where blocks are fused along
+        those, a last dim has an entry for each block.
+      then: the state of `then`.
+
+    Example:
+      >>> state = scale_by_namo(each="input").init({"w": jnp.ones((4, 8))})
+      >>> state.muon.mu["w"].shape, state.nu["w"].shape
+      ((4, 8), (4, 1))
+    """
+
+    muon: MuonState
+    nu: optax.Updates
+    then: Any
+
+
+def scale_by_namo(
+    beta: jax.typing.ArrayLike = 0.95,
+    beta2: jax.typing.ArrayLike = 0.99,
+    eps: jax.typing.ArrayLike = 1e-8,
+    mu_dtype: Any = None,
+    *,
+    each: NamoUnits = "matrix",
+    clamp: float = 0.75,
+    nesterov: bool = True,
+    bias_correction: bool = True,
+    then: optax.GradientTransformation | None = None,
+    weight_dimension_numbers: Views = None,
+    param_shardings: Any = None,
+    mu_shardings: Any = None,
+    **options: Any,
+) -> MatrixTransformation:
+    """NAMO and NAMO-D (arXiv 2602.17080): Muon's direction times a factor of norms.
+
+    Takes the place of `scale_by_muon`. With X the momentum mix that is orthogonalised and nu the
+    moving average of the gradient's squared norm, the factor is |X| / (sqrt(nu) + eps), times
+    Adam's bias correction sqrt(1 - beta2^t) / (1 - beta^t). NAMO-D has one for each input, clamped
+    to stay near the mean of its matrix. As the size of gradients enters it, so does their clipping.
+
+    The authors also multiply weight decay by the factor: `scale_by_namo(then=optax.chain(
+    scale_by_shape(scale='match_rms_adamw'), optax.add_decayed_weights(0.1)))`. They clamp learning
+    rate times factor (times scale) to 1, which isn't done here. Emerging-Optimizers scales and
+    decays outside, without bias correction.
+
+    Args:
+      beta: as in `scale_by_momentum`.
+      beta2: decay rate of the squared norms, in [0, 1).
+      eps: keeps the divisor from zero.
+      mu_dtype: as in `scale_by_momentum`.
+      each: a factor for each 'matrix', NAMO, or for each 'input', NAMO-D.
+      clamp: factors of inputs are kept between this times their mean, and their mean divided by it.
+      nesterov: as in `scale_by_momentum`.
+      bias_correction: of the factor; the momentum has none.
+      then: what is done to the direction before it is multiplied, as scale and decay.
+      weight_dimension_numbers: as in `orthogonalize`.
+      param_shardings: as in `orthogonalize`.
+      mu_shardings: as in `scale_by_muon`.
+      **options: the other arguments of `scale_by_muon`; its momentum is 'ema'.
+
+    Returns:
+      A transformation with a `NamoState`. Where the momentum is zero, so are updates.
+
+    Raises:
+      ValueError, TypeError: for options out of range; at `init`, for leaves that make no matrix.
+
+    Example:
+      >>> tx = scale_by_namo(eps=0.0, ns_coeffs="tight")
+      >>> gradient = jnp.diag(jnp.array([1.0, 100.0]))
+      >>> update, state = tx.update(gradient, tx.init(gradient))
+      >>> bool(jnp.allclose(update, (1 - 0.95**2) / (1 - 0.95) * jnp.eye(2), atol=0.1))
+      True
+    """
+    factor = Namo(beta2, eps, each, clamp, bias_correction)
+    momentum = Momentum(beta, mu_dtype, nesterov, False, "ema")
+    direction = scale_by_muon(
+        beta=beta,
+        mu_dtype=mu_dtype,
+        nesterov=nesterov,
+        bias_correction=False,
+        weight_dimension_numbers=weight_dimension_numbers,
+        param_shardings=param_shardings,
+        mu_shardings=mu_shardings,
+        **options,
+    )
+    stage = namo_stage(factor, momentum, direction.stage, then)
+    return standalone(stage, weight_dimension_numbers, param_shardings, mu_shardings)
+
+
+def namo_stage(
+    factor: Namo,
+    momentum: Momentum,
+    direction: Stage,
+    then: optax.GradientTransformation | None = None,
+) -> Stage:
+    """The stage of `scale_by_namo`.
+
+    Args:
+      factor: what the direction is multiplied by.
+      momentum: how the momentum mix is formed: 'ema', without bias correction.
+      direction: the stage that forms and orthogonalises it.
+      then: what is done to the direction before it is multiplied.
+
+    Returns:
+      A stage in the place of the direction's.
+
+    Raises:
+      ValueError: for a momentum of another form, or with bias correction.
+    """
+    if momentum.form != "ema":
+        raise ValueError(f"NAMO needs momentum='ema', got {momentum.form!r}")
+    if momentum.bias_correction:
+        raise ValueError(
+            "NAMO corrects the bias in its factor, and would correct that of the momentum twice; "
+            "give bias_correction=False"
+        )
+    last = as_stage(optax.identity() if then is None else then)
+    namo = _Namo(factor, momentum, direction, last)
+    return Stage(namo.init, namo.update)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Namo:
+    """A direction, what follows it, and the factor that multiplies both."""
+
+    factor: Namo
+    momentum: Momentum
+    direction: Stage
+    then: Stage
+
+    def init(self, params: Any, leaves: Leaves) -> NamoState:
+        arrays, treedef = jax.tree.flatten(params)
+        rows = zip(leaves, arrays, strict=True)
+        nu = treedef.unflatten([zero_sums(self.factor.sums(leaf), x) for leaf, x in rows])
+        return NamoState(self.direction.init(params, leaves), nu, self.then.init(params, leaves))
+
+    def update(
+        self, updates: Any, state: Any, params: Any, leaves: Leaves, **extra_args: Any
+    ) -> tuple[Any, NamoState]:
+        check_state_type(state, NamoState)
+        direction, muon = self.direction.update(updates, state.muon, params, leaves, **extra_args)
+        direction, then = self.then.update(direction, state.then, params, leaves, **extra_args)
+        of_mix, of_grads = self._sums_of_squares(updates, state.muon, params, muon.count, leaves)
+        old = moments_of(state.nu, updates, [x.shape for x in of_grads])
+        pairs = zip(old, of_grads, strict=True)
+        new = [moving_average(self.factor.beta2, nu, x) for nu, x in pairs]
+        rows = zip(leaves, of_mix, new, strict=True)
+        beta = self.momentum.beta
+        factors = [self.factor.of(*row, muon.count, beta) for row in rows]
+        arrays, treedef = jax.tree.flatten(direction)
+        results = [
+            (x.astype(wide_dtype(x.dtype)) * f).astype(x.dtype)
+            for x, f in zip(arrays, factors, strict=True)
+        ]
+        nu = restored(new, updates, state.nu)
+        return treedef.unflatten(results), NamoState(muon, nu, then)
+
+    def _sums_of_squares(
+        self, updates: Any, old: MuonState, params: Any, count: jax.Array, leaves: Leaves
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Those of the mix that is orthogonalised, and of the gradient, sharded like parameters."""
+        mu = graft(old.mu, updates)
+        like = updates if params is None else graft(params, updates)
+        ready = ExecutionOptions().prepare(updates, mu, like, leaves, None)
+        weights = self.momentum.weights(count).mix
+        of_mix, of_grads = [], []
+        pairs = zip(jax.tree.leaves(ready.updates), jax.tree.leaves(mu), strict=True)
+        for leaf, (grad, buffer) in zip(ready.leaves, pairs, strict=True):
+            sums = self.factor.sums(leaf)
+            of_mix.append(sums.of(squares(combine(weights, buffer, grad))))
+            of_grads.append(sums.of(squares(grad)))
+        # Under ZeRO-1 the sums are sharded like the momentum, the state of them like parameters.
+        ends = [
+            move and move.without(move.axes_of(self.factor.sums(leaf).dims))
+            for leaf, move in zip(leaves, ready.moves, strict=True)
+        ]
+        return place(of_mix, ends), place(of_grads, ends)

@@ -1,0 +1,317 @@
+"""QK-clip: query and key weights of heads whose attention logits grow too large are scaled down.
+
+Kimi K2, arXiv 2507.20534. The logits are the user's: the largest of each head in the step's own
+forward pass, scaled by 1 / sqrt(head_dim), over all pairs that aren't masked, over the batch and
+over all devices that have a part of it.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from muon_optax.checks import check_choice, check_number
+from muon_optax.dtypes import wide_dtype
+from muon_optax.sharding.declared import declared_specs
+from muon_optax.sharding.options import ShardingOptions
+from muon_optax.sharding.placement import in_its_place
+from muon_optax.sharding.specs import Layout, read_layouts
+from muon_optax.tree_paths import graft, leaves_with_segments, path_name, raise_together
+
+__all__ = ["Attention", "HeadRole", "HeadWeight", "clip_qk", "qk_clip"]
+
+HeadRole = Literal["query", "key", "query_rope", "none"]
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadWeight:
+    """How one weight, or bias, holds the heads of an attention.
+
+    Attributes:
+      role: 'query' is scaled by g^alpha and 'key' by g^(1 - alpha). A tuple of (role, size) says it
+        of parts of each head's dims, in order, as in MLA: (('query', 128), ('query_rope', 64)) and
+        (('key', 128), ('none', 128)), where 'query_rope' is scaled by g, since the rotary key is
+        shared, and 'none', as values are, stays.
+      axis: the axis of heads; negative ones count from the end. Its size is the number of heads, or
+        that times a head's dims, a head's dims side by side.
+      dim_axis: the axis of a head's dims, where they have one of their own and `role` has parts.
+
+    Example:
+      >>> HeadWeight((("key", 128), ("none", 128)), axis=-1).is_of_keys
+      True
+    """
+
+    role: HeadRole | tuple[tuple[HeadRole, int], ...]
+    axis: int
+    dim_axis: int | None = None
+
+    def __post_init__(self) -> None:
+        for role in self._roles:
+            check_choice("role", role, get_args(HeadRole))
+        if self.is_of_keys and {"query", "query_rope"} & set(self._roles):
+            raise ValueError(f"a weight has heads of queries or of keys, got {self.role!r}")
+
+    @property
+    def is_of_keys(self) -> bool:
+        """Whether its heads are those of keys and values, of which GQA has fewer."""
+        return "key" in self._roles
+
+    @property
+    def _roles(self) -> tuple[str, ...]:
+        return (self.role,) if isinstance(self.role, str) else tuple(r for r, _ in self.role)
+
+    def powers(self, size: int, alpha: float) -> np.ndarray:
+        """The power of g for each dim of a head with so many dims."""
+        power = {"query": alpha, "key": 1 - alpha, "query_rope": 1.0, "none": 0.0}
+        if isinstance(self.role, str):
+            return np.full(size, power[self.role])
+        return np.repeat([power[role] for role, _ in self.role], [n for _, n in self.role])
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """The weights of one attention, or of a stack of them, that its logits are formed with.
+
+    Attributes:
+      heads: the number of heads of the queries.
+      weights: by their paths below the attention's: 'query/kernel'. What isn't named stays, as
+        values, down projections and the shared rotary key of MLA.
+      key_heads: the number of heads of the keys; None is `heads`. Each serves as many heads of the
+        queries, side by side.
+
+    Example:
+      >>> weights = {"q/kernel": HeadWeight("query", -2), "k/kernel": HeadWeight("key", -2)}
+      >>> Attention(8, weights, key_heads=2).groups
+      4
+    """
+
+    heads: int
+    weights: Mapping[str, HeadWeight]
+    key_heads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.heads % (self.key_heads or self.heads):
+            raise ValueError(f"{self.heads} heads can't share {self.key_heads} heads of keys")
+
+    @property
+    def groups(self) -> int:
+        """How many heads of queries share one of the keys."""
+        return self.heads // (self.key_heads or self.heads)
+
+
+def clip_qk(
+    params: Any,
+    max_logits: Mapping[str, jax.typing.ArrayLike],
+    tau: jax.typing.ArrayLike = 100.0,
+    alpha: float = 0.5,
+    *,
+    heads: Mapping[str, Attention],
+    param_shardings: Any = None,
+) -> Any:
+    """Scales down queries and keys of heads whose largest logit is above a bound (MuonClip).
+
+    A head with the largest logit S above tau gets g = tau / S, others 1; weights of queries are
+    multiplied by g^alpha and those of keys by g^(1 - alpha), so that the same inputs give logits
+    that are g times what they were. Where heads of queries share one of the keys, all take the g of
+    the largest among them. Weights with a normalisation behind them, as in QK norm, need none of
+    this. Call it after `optax.apply_updates`; a momentum stays as it is.
+
+    Args:
+      params: the parameters.
+      max_logits: for each attention an array (*stack, heads), where leaves have the same leading
+        dims. Logits that are negative, zero or not finite change nothing.
+      tau: the bound.
+      alpha: the part of the scaling that queries take, in [0, 1].
+      heads: the attentions by their paths in `params`, as 'layers/attn'; '' is the root.
+      param_shardings: as in `orthogonalize`; only needed inside a shard_map, where `max_logits` are
+        those of all heads.
+
+    Returns:
+      The parameters, in their dtypes.
+
+    Raises:
+      ValueError, TypeError: for options out of range; listing attentions without logits, weights
+        that aren't there, and those whose axes don't hold the heads.
+
+    Example:
+      >>> params = {"q": jnp.ones((2, 3)), "k": jnp.ones((2, 3))}  # one dim a head
+      >>> attention = Attention(3, {"q": HeadWeight("query", 1), "k": HeadWeight("key", 1)})
+      >>> new = clip_qk(params, {"": jnp.array([400.0, 50.0, -1.0])}, heads={"": attention})
+      >>> new["q"][0].tolist(), new["k"][0].tolist()
+      ([0.5, 1.0, 1.0], [0.5, 1.0, 1.0])
+    """
+    _check(tau, alpha, heads)
+    factors = _factors(params, max_logits, tau, alpha, heads, ShardingOptions(param_shardings))
+    leaves, treedef = jax.tree.flatten(params)
+    return treedef.unflatten(
+        [x if f is None else _scaled(x, f) for x, f in zip(leaves, factors, strict=True)]
+    )
+
+
+def qk_clip(
+    tau: jax.typing.ArrayLike = 100.0,
+    alpha: float = 0.5,
+    *,
+    heads: Mapping[str, Attention],
+    param_shardings: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """`clip_qk` as the last transformation of a chain: of the weights that updates lead to.
+
+    Behind `moonlight` it is MuonClip: `optax.chain(recipes.moonlight(2e-4), qk_clip(heads=heads))`,
+    with `tx.update(grads, state, params, max_logits=logits)`. Not behind `hyperball`, which would
+    scale the weights up again.
+
+    Args:
+      tau: as in `clip_qk`.
+      alpha: as in `clip_qk`.
+      heads: as in `clip_qk`.
+      param_shardings: as in `clip_qk`.
+
+    Returns:
+      A stateless transformation, whose update takes `max_logits`.
+
+    Raises:
+      ValueError, TypeError: as `clip_qk`; for an update without parameters or `max_logits`.
+
+    Example:
+      >>> params = {"q": jnp.ones((2, 1)), "k": jnp.ones((2, 1))}
+      >>> attention = Attention(1, {"q": HeadWeight("query", 1), "k": HeadWeight("key", 1)})
+      >>> tx = optax.chain(optax.sgd(0.0), qk_clip(heads={"": attention}))
+      >>> logits = {"": jnp.array([400.0])}
+      >>> updates, _ = tx.update(params, tx.init(params), params, max_logits=logits)
+      >>> updates["q"].tolist()
+      [[-0.5], [-0.5]]
+    """
+    _check(tau, alpha, heads)
+    declared = ShardingOptions(param_shardings)
+
+    def init(params):
+        del params
+        return optax.EmptyState()
+
+    def update(updates, state, params=None, *, max_logits=None, **extra_args):
+        del extra_args
+        if params is None or max_logits is None:
+            raise ValueError(
+                "qk_clip needs the parameters and the largest logits: call update(updates, state, "
+                "params, max_logits=...)"
+            )
+        params = graft(params, updates)
+        factors = _factors(params, max_logits, tau, alpha, heads, declared)
+        leaves, treedef = jax.tree.flatten(updates)
+        rows = zip(leaves, jax.tree.leaves(params), factors, strict=True)
+        return treedef.unflatten([u if f is None else _led(u, w, f) for u, w, f in rows]), state
+
+    return in_its_place(optax.GradientTransformationExtraArgs(init, update))
+
+
+def _check(tau: Any, alpha: Any, heads: Any) -> None:
+    check_number("tau", tau)
+    check_number("alpha", alpha)
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"alpha must be in [0, 1], got {alpha!r}")
+    if not all(isinstance(attention, Attention) for attention in heads.values()):
+        raise TypeError(f"heads must have an Attention for each path, got {heads!r}")
+
+
+def _factors(
+    params: Any,
+    max_logits: Mapping[str, jax.typing.ArrayLike],
+    tau: jax.typing.ArrayLike,
+    alpha: float,
+    heads: Mapping[str, Attention],
+    declared: ShardingOptions,
+) -> list[jax.Array | None]:
+    """What each leaf is multiplied by, as an array that broadcasts against it; None for nothing."""
+    paths = [path_name(path) for path, _ in leaves_with_segments(params)]
+    index = {path: i for i, path in enumerate(paths)}
+    layouts = read_layouts(params, declared_specs(declared.of(params).params, params))
+    factors: list[jax.Array | None] = [None] * len(paths)
+    problems = []
+    for at, attention in heads.items():
+        for name, weight in attention.weights.items():
+            path = f"{at}/{name}" if at else name
+            try:
+                i = _index_of(path, index)
+                scales = _scales(at, max_logits, attention, tau)
+                factors[i] = _factor(layouts[i], scales[weight.is_of_keys], weight, alpha)
+            except ValueError as error:
+                problems.append(f"{path}: {error}")
+    raise_together(problems, "QK-clip can't find the heads:")
+    return factors
+
+
+def _index_of(path: str, index: Mapping[str, int]) -> int:
+    if path not in index:
+        raise ValueError("no such parameter")
+    return index[path]
+
+
+def _scales(
+    at: str, max_logits: Mapping[str, Any], attention: Attention, tau: jax.typing.ArrayLike
+) -> dict[bool, jax.Array]:
+    """G of each head of the queries (False) and of the keys (True), (*stack, heads).
+
+    Raises:
+      ValueError: for no logits, or logits of another number of heads.
+    """
+    if at not in max_logits:
+        raise ValueError(f"no max_logits for {at!r}, only for {[*max_logits]}")
+    logits = jnp.asarray(max_logits[at])
+    if not logits.ndim or logits.shape[-1] != attention.heads:
+        raise ValueError(f"max_logits {logits.shape}, but {attention.heads} heads")
+    logits = logits.astype(wide_dtype(logits.dtype))
+    grouped = logits.reshape(*logits.shape[:-1], -1, attention.groups)
+    finite = jnp.where(jnp.isfinite(grouped), grouped, -jnp.inf)
+    largest = jnp.max(finite, -1)
+    # Only where S is above tau, so that no division is by zero, and no factor negative.
+    tau = jnp.asarray(tau, largest.dtype)
+    of_keys = jnp.where(largest > tau, tau / jnp.where(largest > tau, largest, 1), 1)
+    return {True: of_keys, False: jnp.repeat(of_keys, attention.groups, -1)}
+
+
+def _factor(layout: Layout, scales: jax.Array, weight: HeadWeight, alpha: float) -> jax.Array:
+    """What a leaf is multiplied by.
+
+    Raises:
+      ValueError: where the axes don't hold the heads.
+    """
+    shape, (*stack, count) = layout.shape, scales.shape
+    problem = f"shape {shape} doesn't hold {count} heads as {weight}"
+    if shape[: len(stack)] != tuple(stack):
+        raise ValueError(f"shape {shape} doesn't begin with the max_logits' dims {tuple(stack)}")
+    given = [weight.axis] if weight.dim_axis is None else [weight.axis, weight.dim_axis]
+    if not all(-len(shape) <= axis < len(shape) for axis in given):
+        raise ValueError(problem)
+    axes = [axis % len(shape) for axis in given]
+    if len({*range(len(stack)), *axes}) != len(stack) + len(axes):
+        raise ValueError(problem)
+    size = shape[axes[0]] // count if weight.dim_axis is None else shape[axes[1]]
+    powers = weight.powers(size, alpha)
+    heads = count if weight.dim_axis is not None else count * size
+    if shape[axes[0]] != heads or len(powers) != size:
+        raise ValueError(problem)
+    factor = scales[..., None] ** jnp.asarray(powers, scales.dtype)  # (*stack, heads, dims)
+    if weight.dim_axis is not None and axes[1] < axes[0]:
+        factor = factor.swapaxes(-1, -2)
+    kept = {*range(len(stack)), *axes}
+    whole = factor.reshape([n if axis in kept else 1 for axis, n in enumerate(shape)])
+    return layout.block_of(whole)  # inside a shard_map the leaf is a block
+
+
+def _scaled(weights: jax.Array, factor: jax.Array) -> jax.Array:
+    dtype = wide_dtype(weights.dtype)
+    return (weights.astype(dtype) * factor.astype(jnp.finfo(dtype).dtype)).astype(weights.dtype)
+
+
+def _led(update: jax.Array, weights: jax.Array, factor: jax.Array) -> jax.Array:
+    """The update that leads to the clipped weights."""
+    dtype = wide_dtype(update.dtype, weights.dtype)
+    factor = factor.astype(jnp.finfo(dtype).dtype)
+    # Not g (W + u) - W, whose rounding would move weights that aren't clipped.
+    led = factor * update.astype(dtype) + (factor - 1) * weights.astype(dtype)
+    return led.astype(update.dtype)

@@ -1,0 +1,121 @@
+"""NAMO and NAMO-D, beside their formulas in float64."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+import sharded
+import variants_on_meshes as meshes
+import variants_oracle as oracle
+from jax.sharding import PartitionSpec as P
+
+from muon_optax import MuonDimensionNumbers, scale_by_shape, state_shardings
+from muon_optax.transforms.namo import scale_by_namo
+
+orthogonalize = functools.partial(reference.newton_schulz, rows=sharded.FAST)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "namo": {},
+    "namo_d": {"each": "input"},
+    "emerging_optimizers": {"beta2": 0.95, "nesterov": False, "bias_correction": False},
+}
+
+
+def case(name: str) -> meshes.Case:
+    options = dict(OPTIONS[name])
+
+    def make(views, shardings):
+        return scale_by_namo(
+            ns_coeffs=sharded.FAST,
+            weight_dimension_numbers=views,
+            param_shardings=shardings,
+            **options,
+        )
+
+    of_matrix = {k: v for k, v in options.items() if k != "bias_correction"}
+    corrected = options.get("bias_correction", True)
+    make_oracle = functools.partial(oracle.Namo, orthogonalize, corrected=corrected, **of_matrix)
+    return meshes.Case(make, make_oracle)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_formula(name):
+    meshes.check(case(name), "one")
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto", "manual"])
+@pytest.mark.parametrize("name", ["namo", "namo_d"])
+def test_the_same_on_meshes(name, kind):
+    meshes.check(case(name), kind)
+
+
+def decayed(direction, w):
+    return 0.2 * np.sqrt(max(direction.shape)) * direction + 0.1 * w
+
+
+@pytest.mark.parametrize("each", ["matrix", "input"])
+def test_decay_and_scale_are_multiplied_too_if_asked(each):
+    def make(views, shardings):
+        then: Any = optax.chain(
+            scale_by_shape(views, scale="match_rms_adamw", param_shardings=shardings),
+            optax.add_decayed_weights(0.1),
+        )
+        return scale_by_namo(
+            ns_coeffs=sharded.FAST, each=each, then=then, weight_dimension_numbers=views
+        )
+
+    make_oracle = functools.partial(oracle.Namo, orthogonalize, each=each, then=decayed)
+    meshes.check(meshes.Case(make, make_oracle), "one")
+
+
+@pytest.mark.parametrize("each", ["matrix", "input"])
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+def test_momentum_may_be_sharded_otherwise(kind, each):
+    """As in ZeRO-1: the parameters are replicated, and the momentum is not."""
+    mesh = sharded.make_mesh({"data": 8}, kind)
+    shapes = {"flat": (16, 6), "stack": (8, 4, 6)}
+    views: Any = {"flat": MuonDimensionNumbers(0, 1), "stack": MuonDimensionNumbers(1, 2)}
+    where = {name: jax.NamedSharding(mesh, P()) for name in shapes}
+    there = {name: jax.NamedSharding(mesh, P("data")) for name in shapes}
+    tx: Any = scale_by_namo(
+        ns_coeffs=sharded.FAST,
+        each=each,
+        weight_dimension_numbers=views,
+        param_shardings=where,
+        mu_shardings=there,
+    )
+    params = jax.device_put(meshes.arrays(1, shapes), where)
+    state = sharded.jit(tx.init)(params)
+    lies = state_shardings(tx, params, where, mu_shardings=there)
+    matrices = {k: [oracle.Namo(orthogonalize, each=each) for _ in x] for k, x in params.items()}
+    matrices["flat"] = matrices["flat"][:1]
+    update = sharded.jit(tx.update)
+    for t in range(3):
+        grads = meshes.arrays(100 + t, shapes)
+        updates, state = update(jax.device_put(grads, where), state, params)
+        meshes.check_shardings(state, lies)
+        for k, grad in grads.items():
+            sharded.assert_lies(updates[k], where[k])
+            pairs = zip(*(oracle.matrices(views[k], x) for x in (grad, updates[k])), strict=True)
+            for matrix, (g, got) in zip(matrices[k], pairs, strict=True):
+                assert reference.relative_error(got, matrix.update(g, None)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "options", [{"clamp": 0.0}, {"each": "output"}, {"beta2": 1.0}, {"bias_correction": 1}]
+)
+def test_options_out_of_range(options):
+    with pytest.raises((ValueError, TypeError), match=next(iter(options))):
+        scale_by_namo(**options)
+
+
+def test_gradients_of_zero_change_nothing():
+    tx: Any = scale_by_namo(each="input")
+    zero = jnp.zeros((4, 6))
+    updates, state = tx.update(zero, tx.init(zero), zero)
+    np.testing.assert_array_equal(updates, zero)
+    np.testing.assert_array_equal(state.nu, 0.0)

@@ -1,0 +1,315 @@
+"""Muon's variants as stages of `muon`, beside the same pieces in a chain and their formulas."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+import sharded
+import variants_on_meshes as meshes
+import variants_oracle as oracle
+from jax.sharding import PartitionSpec as P
+from running import QUICK, run
+
+from muon_optax import (
+    MatrixView,
+    Namo,
+    add_cautious_weight_decay,
+    check_state,
+    coupled_decay,
+    floor_update,
+    hyperball,
+    momentum,
+    muon,
+    orthogonalize,
+    radial_brake,
+    relative_update,
+    scale_by_entry,
+    scale_by_momentum,
+    scale_by_muon,
+    scale_by_namo,
+    scale_by_neuron,
+    scale_by_shape,
+    state_shardings,
+)
+from muon_optax.interop import from_optax
+
+SHAPES = {"qkv": (4, 16), "stack": (2, 6, 4), "bias": (16,)}
+VIEWS = {"qkv": MatrixView(0, 1, split=(8, 4, 4)), "stack": MatrixView(1, 2)}
+MATRICES = {"qkv": VIEWS["qkv"], "stack": VIEWS["stack"], "bias": None}
+SPECS = {"qkv": P("a", "b"), "stack": P(None, "a", "b"), "bias": P()}
+RATE = optax.linear_schedule(0.1, 0.01, 10)
+
+
+def in_muon(**options: Any) -> Any:
+    options = {"ns_coeffs": sharded.FAST, "muon_weight_dimension_numbers": MATRICES} | options
+    return muon(RATE, **options)
+
+
+def direction(**options: Any) -> Any:
+    return scale_by_muon(sharded.FAST, weight_dimension_numbers=VIEWS, **options)
+
+
+def viewed(piece: Any, *args: Any, **options: Any) -> Any:
+    return piece(*args, weight_dimension_numbers=VIEWS, **options)
+
+
+def scaled(*more: Any, **options: Any) -> list[Any]:
+    return [viewed(scale_by_shape, **options), *more]
+
+
+def stepped() -> Any:
+    return optax.scale_by_learning_rate(RATE)
+
+
+FALLING = coupled_decay(0.1, RATE, 0.1)
+# Options of `muon`, and the chain of pieces for its matrices that is to give the same.
+VARIANTS: dict[str, tuple[dict[str, Any], Any]] = {
+    "normuon": (
+        {"after_orthogonalization": scale_by_neuron()},
+        lambda: [direction(), viewed(scale_by_neuron), *scaled(stepped())],
+    ),
+    "longer side, cautious decay": (
+        {
+            "after_orthogonalization": (scale_by_neuron(each="longer", guard="clamp"),),
+            "weight_decay": FALLING,
+            "weight_decay_kind": "cautious",
+        },
+        lambda: [
+            direction(),
+            viewed(scale_by_neuron, each="longer", guard="clamp"),
+            *scaled(add_cautious_weight_decay(FALLING), stepped()),
+        ],
+    ),
+    "adamuon": (
+        {
+            "sign": True,
+            "scale": "none",
+            "bias_correction": False,
+            "after_orthogonalization": scale_by_entry(),
+            "weight_decay": 0.1,
+        },
+        lambda: [
+            scale_by_momentum(bias_correction=False),
+            optax.scale_by_sign(),
+            orthogonalize(sharded.FAST, weight_dimension_numbers=VIEWS),
+            viewed(scale_by_entry),
+            optax.add_decayed_weights(0.1),
+            stepped(),
+        ],
+    ),
+    "namo": (
+        {"namo": Namo(beta2=0.9), "bias_correction": False},
+        lambda: [
+            viewed(scale_by_namo, beta2=0.9, ns_coeffs=sharded.FAST),
+            *scaled(stepped()),
+        ],
+    ),
+    "namo_d": (
+        {"namo": Namo(each="input"), "bias_correction": False, "scale": "match_rms_adamw"},
+        lambda: [
+            viewed(scale_by_namo, each="input", ns_coeffs=sharded.FAST),
+            *scaled(stepped(), scale="match_rms_adamw"),
+        ],
+    ),
+    "muonh": (
+        {"step": hyperball(RATE), "scale": "none"},
+        lambda: [direction(), viewed(hyperball, RATE)],
+    ),
+    "normuonh": (
+        {
+            "after_orthogonalization": scale_by_neuron(each="longer", restore=None),
+            "step": hyperball(RATE, radius="current"),
+            "scale": "none",
+            "weight_decay_kind": "independent",
+        },
+        lambda: [
+            direction(),
+            viewed(scale_by_neuron, each="longer", restore=None),
+            viewed(hyperball, RATE, radius="current"),
+        ],
+    ),
+    "floor and brake": (
+        {
+            "scale": "none",
+            "after_orthogonalization": (scale_by_shape(), floor_update(0.5)),
+            "last": (radial_brake(),),
+        },
+        lambda: [
+            direction(),
+            *scaled(viewed(floor_update, 0.5), stepped(), viewed(radial_brake)),
+        ],
+    ),
+    "relative": (
+        {"scale": "none", "after_orthogonalization": relative_update(), "weight_decay": 0.1},
+        lambda: [
+            direction(),
+            viewed(relative_update),
+            optax.add_decayed_weights(0.1),
+            stepped(),
+        ],
+    ),
+}
+
+
+def arrays(seed: int) -> Any:
+    return meshes.arrays(seed, SHAPES)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_muon_is_the_chain_of_the_same_pieces(name):
+    options, chain = VARIANTS[name]
+    grads = [arrays(seed) for seed in range(1, 5)]
+    got, state, _ = run(in_muon(**options), arrays(0), grads, jit=True)
+    without = lambda tree: {k: tree[k] for k in VIEWS}  # noqa: E731
+    want, _, _ = run(optax.chain(*chain()), without(arrays(0)), list(map(without, grads)), jit=True)
+    for t in range(len(grads)):
+        for k in VIEWS:
+            np.testing.assert_allclose(got[t][k], want[t][k], rtol=1e-5, atol=1e-6)
+    assert momentum(state)["qkv"].shape == (4, 16)
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto", "manual"])
+@pytest.mark.parametrize("name", ["longer side, cautious decay", "namo_d", "muonh", "adamuon"])
+def test_muon_is_the_same_on_meshes(name, kind):
+    """And every state is sharded as `state_shardings` says, which asks `muon`."""
+    mesh = sharded.make_mesh({"a": 2, "b": 4}, meshes.KINDS[kind])
+    where = {k: jax.NamedSharding(mesh, spec) for k, spec in SPECS.items()}
+    options = VARIANTS[name][0]
+    grads = [arrays(seed) for seed in range(1, 4)]
+    want, _, _ = run(in_muon(**options), arrays(0), grads, jit=True)
+    tx = in_muon(param_shardings=where, **options)
+    params = jax.device_put(arrays(0), where)
+    expected = state_shardings(tx, params)
+    init, update = tx.init, tx.update
+    if kind == "manual":
+        of_state = jax.tree.map(lambda s: s.spec, expected)
+        init = jax.shard_map(init, mesh=mesh, in_specs=(SPECS,), out_specs=of_state)
+        ins = (SPECS, of_state, SPECS)
+        update = jax.shard_map(update, mesh=mesh, in_specs=ins, out_specs=(SPECS, of_state))
+    state, update = sharded.jit(init)(params), sharded.jit(update)
+    for t, grad in enumerate(grads):
+        updates, state = update(jax.device_put(grad, where), state, params)
+        meshes.check_shardings(state, expected)
+        for k in VIEWS:
+            error = reference.relative_error(updates[k], want[t][k])
+            assert error <= 1e-5, f"{k}, step {t}: {error:.1e}"
+        params = optax.apply_updates(params, updates)
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+@pytest.mark.parametrize("name", ["normuon", "namo", "namo_d", "muonh"])
+def test_muon_is_the_same_under_zero_1(name, kind):
+    mesh = sharded.make_mesh({"data": 2}, kind)
+    where = {k: jax.NamedSharding(mesh, P()) for k in SHAPES}
+    there = {k: jax.NamedSharding(mesh, P("data")) for k in SHAPES}
+    options = VARIANTS[name][0]
+    grads = [arrays(seed) for seed in range(1, 3)]
+    want, _, _ = run(in_muon(**options), arrays(0), grads, jit=True)
+    tx = in_muon(param_shardings=where, mu_shardings=there, **options)
+    params = jax.device_put(arrays(0), where)
+    state, update = tx.init(params), sharded.jit(tx.update)
+    for t, grad in enumerate(grads):
+        updates, state = update(jax.device_put(grad, where), state, params)
+        meshes.check_shardings(state, state_shardings(tx, params))
+        for k in VIEWS:
+            sharded.assert_lies(updates[k], where[k])
+            assert reference.relative_error(updates[k], want[t][k]) <= 1e-5
+        params = optax.apply_updates(params, updates)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_run_goes_on_with_the_same_bits(name):
+    tx, grads = in_muon(**VARIANTS[name][0]), [arrays(seed) for seed in range(1, 5)]
+    want, end, _ = run(tx, arrays(0), grads, jit=True)
+    _, state, params = run(tx, arrays(0), grads[:2], jit=True)
+    saved, update = jax.tree.map(np.asarray, state), jax.jit(tx.update, compiler_options=QUICK)
+    check_state(tx, params, saved)
+    for t, grad in enumerate(grads[2:], start=2):
+        updates, saved = update(grad, saved, params)
+        jax.tree.map(np.testing.assert_array_equal, updates, want[t])
+        params = optax.apply_updates(params, updates)
+    jax.tree.map(np.testing.assert_array_equal, saved, end)
+
+
+@pytest.mark.parametrize("name", ["longer side, cautious decay", "adamuon", "namo_d", "muonh"])
+def test_leaves_without_a_gradient_keep_their_moments(name):
+    tx, params = in_muon(**VARIANTS[name][0]), arrays(0)
+    state = tx.init(params)
+    whole, after = tx.update(arrays(1), state, params)
+    updates, new = tx.update(arrays(1) | {"stack": None}, state, params)
+    assert updates["stack"] is None
+    np.testing.assert_allclose(updates["qkv"], whole["qkv"], rtol=1e-6)
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+    for path, x in jax.tree.leaves_with_path(new):
+        name = jax.tree_util.keystr(path)
+        like = state if "stack" in name else after
+        got = dict((jax.tree_util.keystr(p), y) for p, y in jax.tree.leaves_with_path(like))
+        np.testing.assert_allclose(x, got[name], rtol=1e-6, err_msg=name)
+
+
+def test_cautious_decay_is_the_formula_in_a_whole_step():
+    """W <- W - lr (U + wd W where U W >= 0), with U scaled by shape."""
+    weights = arrays(0)["qkv"]
+    tx = muon(0.1, sharded.FAST, weight_decay=0.2, weight_decay_kind="cautious")
+    plain = muon(0.1, sharded.FAST)
+    grads = {"up": arrays(1)["qkv"]}
+    params: Any = {"up": jnp.asarray(weights)}
+    (got,), _, _ = run(tx, params, [grads])
+    (step,), _, _ = run(plain, params, [grads])
+    u = np.asarray(step["up"], np.float64) / -0.1
+    want = -0.1 * oracle.Cautious(lambda _: 0.2).update(u, weights.astype(np.float64))
+    assert reference.relative_error(got["up"], want) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["normuon", "longer side, cautious decay", "muonh", "adamuon"])
+def test_a_run_of_optax_goes_on_as_a_variant(name):
+    """Its momentum goes on; the states that optax doesn't have begin as at `init`."""
+    params: Any = {k: jnp.asarray(x) for k, x in arrays(0).items()}
+    params["stack"] = params["stack"][0]
+    views: Any = {"qkv": VIEWS["qkv"], "stack": MatrixView(0, 1), "bias": None}
+    dims: Any = optax.contrib.MuonDimensionNumbers
+    optaxs: Any = {"qkv": dims(0, 1), "stack": dims(0, 1), "bias": None}
+    theirs: Any = optax.contrib.muon(
+        RATE,
+        weight_decay=VARIANTS[name][0].get("weight_decay", 0.0),
+        muon_weight_dimension_numbers=optaxs,
+    )
+    _, state = theirs.update(params, theirs.init(params), params)
+    tx = in_muon(**VARIANTS[name][0], muon_weight_dimension_numbers=views)
+    fresh = tx.init(params)
+    got = from_optax(state, params, tx)
+    check_state(tx, params, got)
+    want = dict(jax.tree.leaves_with_path(momentum(from_optax(state, params))))
+    for path, x in jax.tree.leaves_with_path(momentum(got)):
+        np.testing.assert_array_equal(x, want[path])
+    slot = lambda s: s.inner_states["muon"].inner_state.get("after_orthogonalization")  # noqa: E731
+    jax.tree.map(np.testing.assert_array_equal, slot(got), slot(fresh))
+    tx.update(params, got, params)
+    other = in_muon(muon_weight_dimension_numbers=views | {"stack": None})
+    with pytest.raises(ValueError, match=r"can't go on with this optimizer:\n.*mu/stack"):
+        from_optax(state, params, other)
+
+
+@pytest.mark.parametrize("decay", [0.1, lambda count: 0.1])
+def test_a_step_leaves_no_place_for_decay(decay):
+    with pytest.raises(ValueError, match="step takes the place of Muon's weight decay"):
+        in_muon(step=hyperball(0.1), weight_decay=decay)
+
+
+def test_namo_needs_an_average_without_bias_correction():
+    with pytest.raises(ValueError, match="NAMO needs momentum='ema', got 'sum'"):
+        in_muon(namo=Namo(), momentum="sum", bias_correction=False)
+    with pytest.raises(ValueError, match="give bias_correction=False"):
+        in_muon(namo=Namo())
+
+
+def test_zero_weights_under_muonh_are_listed():
+    params = {
+        k: jnp.zeros(shape) if k == "stack" else jnp.ones(shape) for k, shape in SHAPES.items()
+    }
+    with pytest.raises(ValueError, match=r"would stay zero under hyperball.*\n  stack: "):
+        in_muon(step=hyperball(0.1), scale="none").init(params)

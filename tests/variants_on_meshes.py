@@ -1,0 +1,161 @@
+"""Runs a piece on one device and on meshes, on leaves of every layout, beside its oracle."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import reference
+import sharded
+import variants_oracle as oracle
+from jax.sharding import PartitionSpec as P
+
+from muon_optax import MatrixView, MuonDimensionNumbers, state_shardings
+
+# The kind of the axes outside of a shard_map, if there is one.
+KINDS = {"explicit": "explicit", "auto": "auto", "manual": "auto"}
+AXES = {"a": 2, "b": 4}
+# Shape, spec and view of leaves. Where only one axis shards a leaf, the other has replicas (HSDP).
+LEAVES = {
+    "rows": ((16, 6), P(("a", "b")), MuonDimensionNumbers(0, 1)),
+    "columns": ((4, 8), P(None, "b"), MuonDimensionNumbers(0, 1)),
+    "both": ((8, 12), P("a", "b"), MuonDimensionNumbers(0, 1)),
+    "transposed": ((4, 12), P("b", "a"), MuonDimensionNumbers(1, 0)),
+    "stack": ((3, 6, 8), P(None, "a", "b"), MuonDimensionNumbers(1, 2)),
+    "experts": ((2, 2, 8, 6), P("a", None, "b"), MuonDimensionNumbers(2, 3)),
+    "replicated": ((4, 6), P(), MuonDimensionNumbers(0, 1)),
+    "merged": ((8, 4, 2), P("a", "b"), MuonDimensionNumbers(0, (1, 2))),
+    "qkv": ((8, 16), P("a", "b"), MatrixView(0, 1, split=(8, 4, 4))),
+    "grouped": ((4, 24), P(None, "b"), MatrixView(0, 1, split=(4, 1, 1), groups=4)),
+    "heads": ((2, 4, 12), P("a", None, "b"), MatrixView(1, 2, heads=3)),
+    "input_blocks": ((16, 6), P(("a", "b")), MatrixView(0, 1, split=(4, 12), axis="reduction")),
+}
+SHAPES = {name: shape for name, (shape, _, _) in LEAVES.items()}
+VIEWS: dict[str, Any] = {name: view for name, (_, _, view) in LEAVES.items()}
+# What the first add is how sums are masked, which the tests of `MatrixSums` try on meshes; what the
+# second add is how they are sharded.
+ON_ONE_DEVICE = {"merged", "grouped", "heads"}
+ON_MESHES = {"both", "experts", "replicated", "rows"}
+
+Tree = dict[str, Any]
+Make = Callable[..., optax.GradientTransformation]
+
+
+def shapes_on(kind: str) -> dict[str, tuple[int, ...]]:
+    """The leaves of one device, or of meshes."""
+    others = ON_MESHES if kind == "one" else ON_ONE_DEVICE
+    return {name: shape for name, shape in SHAPES.items() if name not in others}
+
+
+def arrays(seed: int, shapes: Any, scale: float = 1.0) -> dict[str, np.ndarray]:
+    """Normal entries, in rows and columns of unequal size."""
+    rng = np.random.default_rng(seed)
+    found = {}
+    for name, shape in shapes.items():
+        sizes = [
+            np.exp(rng.normal(size=[n if d == axis else 1 for d, n in enumerate(shape)]))
+            for axis in range(len(shape))
+        ]
+        x = rng.normal(size=shape) * np.prod(np.broadcast_arrays(*sizes), axis=0)
+        found[name] = (scale * x / np.sqrt(np.mean(x**2))).astype(np.float32)
+    return found
+
+
+def mesh_of(kind: str) -> Any:
+    """The mesh; None on one device."""
+    return None if kind == "one" else sharded.make_mesh(AXES, KINDS[kind])
+
+
+def step_of(w: Any, u: Any) -> Any:
+    """The weights after a direction."""
+    return w - 0.02 * u
+
+
+def added(w: Any, u: Any) -> Any:
+    """The weights after a step."""
+    return w + u
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A piece beside its oracle.
+
+    Attributes:
+      make: (views, shardings) -> transformation.
+      oracle: makes the state of one matrix.
+      moved: the weights after an update.
+      scale: root mean square of what enters.
+      steps: how many.
+    """
+
+    make: Make
+    oracle: Callable[[], Any]
+    moved: Callable[[Any, Any], Any] = step_of
+    scale: float = 1.0
+    steps: int = 10
+
+    def inputs(self, t: int, kind: str) -> Tree:
+        return arrays(100 + t, shapes_on(kind), self.scale)
+
+
+def expected(case: Case, kind: str) -> tuple[list[Tree], Tree]:
+    """All updates and the last weights, in float64."""
+    weights: Tree = {k: w.astype(np.float64) for k, w in arrays(1, shapes_on(kind)).items()}
+    states = {k: [case.oracle() for _ in oracle.matrices(VIEWS[k], w)] for k, w in weights.items()}
+    updates = []
+    for t in range(case.steps):
+        new = {}
+        for k, u in case.inputs(t, kind).items():
+            pairs = zip(*(oracle.matrices(VIEWS[k], x) for x in (u, weights[k])), strict=True)
+            blocks = [s.update(*pair) for s, pair in zip(states[k], pairs, strict=True)]
+            new[k] = oracle.joined(VIEWS[k], blocks, u)
+        weights = {k: case.moved(weights[k], new[k]) for k in new}
+        updates.append(new)
+    return updates, weights
+
+
+def run(case: Case, kind: str) -> tuple[list[Tree], Tree]:
+    """All updates and the last weights of the library."""
+    weights: Tree = arrays(1, shapes_on(kind))
+    mesh = mesh_of(kind)
+    specs: Any = {name: LEAVES[name][1] for name in weights}
+    where = mesh and {name: jax.NamedSharding(mesh, spec) for name, spec in specs.items()}
+    tx = case.make({name: VIEWS[name] for name in weights}, where)
+    lies = where and state_shardings(tx, weights, where)
+    init, update = tx.init, tx.update
+    if kind == "manual":
+        of_state = jax.tree.map(lambda s: s.spec, lies)
+        init = jax.shard_map(init, mesh=mesh, in_specs=(specs,), out_specs=of_state)
+        ins = (specs, of_state, specs)
+        update = jax.shard_map(update, mesh=mesh, in_specs=ins, out_specs=(specs, of_state))
+    place = lambda x: jax.device_put(x, where) if where else x  # noqa: E731
+    weights, updates, step = place(weights), [], sharded.jit(update)
+    state = sharded.jit(init)(weights)
+    for t in range(case.steps):
+        if where and t in (0, case.steps - 1):
+            check_shardings(state, lies)
+        new, state = step(place(case.inputs(t, kind)), state, weights)
+        weights = {k: case.moved(weights[k], new[k]) for k in new}
+        updates.append(new)
+    return updates, weights
+
+
+def check_shardings(state: Any, lies: Any) -> None:
+    """The state is sharded as `state_shardings` says."""
+    for x, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(lies), strict=True):
+        if x.ndim:  # JAX puts counts where it likes
+            sharded.assert_lies(x, sharding)
+
+
+def check(case: Case, kind: str) -> None:
+    """The library's updates and weights are those of the oracle, to 1e-5."""
+    want, want_weights = expected(case, kind)
+    got, weights = run(case, kind)
+    for name in weights:
+        pairs = [(g[name], w[name]) for g, w in zip(got, want, strict=True)]
+        for t, pair in enumerate([*pairs, (weights[name], want_weights[name])]):
+            for g, w in zip(*(oracle.matrices(VIEWS[name], x) for x in pair), strict=True):
+                error = reference.relative_error(g, w)
+                assert error <= 1e-5, f"{name}, step {t}: {error:.1e}"
