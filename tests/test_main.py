@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from muon_optax import recipes
 from muon_optax.cli import main, parity
 from muon_optax.interop.parity import launch
 from muon_optax.interop.parity.case import Case
 from muon_optax.interop.parity.verdict import TOLERANCES, Mark, Row, Verdict
+from muon_optax.recipes import systems
 
 
 def test_parity_on_two_ranks(tmp_path, capsys):
@@ -92,9 +92,9 @@ def test_usage_errors(argv, capsys):
     assert "usage: python -m muon_optax" in capsys.readouterr().err
 
 
-def test_the_grid_has_every_mesh_and_recipe():
+def test_the_grid_has_every_mesh_and_system():
     cases = parity.grid()
-    assert {case.recipe for case in cases} == set(recipes.__all__)
+    assert {case.recipe for case in cases} == set(systems.__all__)
     of_torch = [c for c in cases if c.recipe == "torch_muon"]
     assert {c.mesh_name for c in of_torch} == {
         "fsdp=2",

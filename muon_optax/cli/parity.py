@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from muon_optax import recipes
 from muon_optax.cli.output import show, write_json
 from muon_optax.interop.parity.case import Case, Dtype, Optimizer, parse_mesh
 from muon_optax.interop.parity.launch import run_cases
 from muon_optax.interop.parity.replay import need_devices, replay
 from muon_optax.interop.parity.verdict import Verdict
+from muon_optax.recipes import systems
 
 __all__ = ["add_parser", "grid", "judge", "run"]
 
@@ -29,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
             "Exit code: 0 all within tolerance, 1 not, 2 for errors."
         ),
     )
-    parser.add_argument("--recipe", choices=sorted(recipes.__all__), default="torch_muon")
+    parser.add_argument("--recipe", choices=sorted(systems.__all__), default="torch_muon")
     parser.add_argument("--ranks", type=int, help="number of processes; default: the mesh's")
     parser.add_argument(
         "--mesh",
@@ -94,7 +94,7 @@ def _case(args: argparse.Namespace) -> Case:
 
 
 def grid(steps: int = 10) -> list[Case]:
-    """The cases of `make parity`: every mesh in every precision, and every recipe.
+    """The cases of `make parity`: every mesh in every precision, and every system's recipe.
 
     Example:
       >>> len(grid())
@@ -105,7 +105,7 @@ def grid(steps: int = 10) -> list[Case]:
         for mesh in _MESHES
         for optimizer, dtype in _PRECISIONS
     ]
-    others = sorted(set(recipes.__all__) - {"torch_muon"})
+    others = sorted(set(systems.__all__) - {"torch_muon"})
     dtypes: tuple[Dtype, ...] = ("float32", "float64")
     mesh = parse_mesh("fsdp=2")
     return cases + [

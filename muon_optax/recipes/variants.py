@@ -46,7 +46,7 @@ def normuon(
 
     Example:
       >>> state = normuon().init(jnp.eye(2)).inner_states["muon"].inner_state
-      >>> state["after_orthogonalization"].nu.shape
+      >>> state[-1].nu.shape
       (1, 2)
     """
     settings = {"after_orthogonalization": scale_by_neuron(0.95, 1e-10)}
@@ -78,7 +78,7 @@ def dion_normuon(
     Example:
       >>> tx = dion_normuon(split_sizes={"query": 4}, weight_decay_kind="cautious")
       >>> state = tx.init({"query": jnp.ones((4, 16))}).inner_states["muon"].inner_state
-      >>> state["after_orthogonalization"].nu["query"].shape
+      >>> state[-1].nu["query"].shape
       (1, 16)
     """
     settings = {"after_orthogonalization": scale_by_neuron()}
@@ -113,7 +113,7 @@ def emerging_optimizers(
     Example:
       >>> tx = emerging_optimizers(method="normuon")
       >>> state = tx.init(jnp.ones((2, 4))).inner_states["muon"].inner_state
-      >>> state["after_orthogonalization"].nu.shape
+      >>> state[-1].nu.shape
       (1, 4)
     """
     check_choice("method", method, get_args(AdaptiveMethod))
@@ -145,7 +145,7 @@ def adamuon(
     Example:
       >>> tx = adamuon(adam_learning_rate=3e-4)
       >>> state = tx.init(jnp.ones((2, 4))).inner_states["muon"].inner_state
-      >>> state["after_orthogonalization"].nu.shape
+      >>> state[-1].nu.shape
       (2, 4)
     """
     settings = {
@@ -222,7 +222,7 @@ def modded_nanogpt(
 
     Example:
       >>> state = modded_nanogpt().init(jnp.ones((4, 2))).inner_states["muon"].inner_state
-      >>> state["after_orthogonalization"]["0"].nu_input.shape
+      >>> state[-1][0].nu_input.shape
       (4, 1)
     """
     decay = coupled_decay(weight_decay, learning_rate, 1.0)

@@ -130,7 +130,7 @@ def slot_stage(
         records.
 
     Returns:
-      The stage, whose state for several is a dict by their numbers; None for none.
+      The stage, whose state for several is a tuple of their states; None for none.
 
     Example:
       >>> stage = slot_stage((optax.scale(2.0), optax.scale(3.0)))
