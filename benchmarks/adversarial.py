@@ -27,7 +27,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks import timing
-from muon_optax.polar import SCHEDULES, GramExchange, NewtonSchulz, Schedule, orthogonalizer
+from muon_optax.orthogonalization import (
+    SCHEDULES,
+    GramExchange,
+    NewtonSchulz,
+    Schedule,
+    orthogonalizer,
+)
 
 Function = Callable[[jax.Array], jax.Array]
 

@@ -18,8 +18,8 @@ import jax
 
 from benchmarks.shapes import ModelOnMesh
 from muon_optax import Plan
-from muon_optax.matrix_view import bind_view, is_view
-from muon_optax.polar import NewtonSchulz, resolve_schedule
+from muon_optax.orthogonalization import NewtonSchulz, resolve_schedule
+from muon_optax.views.matrix_view import bind_view, is_view
 
 __all__ = ["Kind", "chosen_bytes", "fewest_bytes", "ideal_flops", "largest_bytes"]
 

@@ -17,7 +17,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers
 
 from muon_optax import muon
-from muon_optax.polar import NewtonSchulz, resolve_schedule
+from muon_optax.orthogonalization import NewtonSchulz, resolve_schedule
 
 Tree = dict[str, np.ndarray]
 OPTAX = "optax"

@@ -31,7 +31,7 @@ from gpt.layout import make_mesh
 from train_gpt import abstract_parameters, make_optimizer, train, warmup_cosine
 
 from muon_optax import MuonDimensionNumbers, muon, report
-from muon_optax.tree_paths import leaves_with_segments, path_name
+from muon_optax._internal.tree_paths import leaves_with_segments, path_name
 
 SEEDS = (0, 1, 2)
 RATES = {"lr": 0.02, "adamw_lr": 0.008}

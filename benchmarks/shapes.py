@@ -12,9 +12,9 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from muon_optax import MatrixView, MuonDimensionNumbers
-from muon_optax.layouts import usual_specs
-from muon_optax.matrix_view import is_view
 from muon_optax.models import model_shapes
+from muon_optax.sharding.usual_specs import usual_specs
+from muon_optax.views.matrix_view import is_view
 
 __all__ = [
     "LAYOUTS",

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from muon_optax import muon, plan
-from muon_optax.polar import SCHEDULES
+from muon_optax.orthogonalization import SCHEDULES
 
 SHOWN = ("jordan", "dion", "polar_express", "tight", "fast")
 DEVICES = (8, 16, 32, 64, 128, 256)

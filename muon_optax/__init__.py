@@ -7,18 +7,17 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from muon_optax._internal.warnings import MuonWarning
 from muon_optax.alias import muon
-from muon_optax.checkpoints import check_state
-from muon_optax.matrix_view import MatrixView, MuonDimensionNumbers
-from muon_optax.notices import MuonWarning
+from muon_optax.inspect.checkpoints import check_state
+from muon_optax.inspect.plans import Plan, plan
+from muon_optax.inspect.reports import ParameterReport, report
+from muon_optax.inspect.statistics import UpdateStats, update_stats
+from muon_optax.orthogonalization import newton_schulz
 from muon_optax.partition import Rule, default_rules
-from muon_optax.plans import Plan, plan
-from muon_optax.polar import newton_schulz
 from muon_optax.readers import model_rules
-from muon_optax.reports import ParameterReport, report
 from muon_optax.sharding.planning.device_models import DeviceModel
 from muon_optax.sharding.state import state_shardings
-from muon_optax.statistics import UpdateStats, update_stats
 from muon_optax.transforms.brakes import radial_brake
 from muon_optax.transforms.direction import scale_by_muon
 from muon_optax.transforms.entries import EntryState, scale_by_entry
@@ -33,6 +32,7 @@ from muon_optax.transforms.shape_scale import scale_by_shape
 from muon_optax.transforms.spheres import HyperballState, hyperball
 from muon_optax.transforms.weight_decay import add_cautious_weight_decay, coupled_decay
 from muon_optax.views.flax import flax_matrix_views
+from muon_optax.views.matrix_view import MatrixView, MuonDimensionNumbers
 
 if TYPE_CHECKING:
     from muon_optax import interop as interop

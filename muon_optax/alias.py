@@ -9,11 +9,17 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from muon_optax.checks import check_choice, check_decay, check_flag, check_mask, check_number
+from muon_optax._internal.checks import (
+    check_choice,
+    check_decay,
+    check_flag,
+    check_mask,
+    check_number,
+)
 from muon_optax.config import MuonConfig
-from muon_optax.dispatch import dispatch
+from muon_optax.orthogonalization import Coefficients, Method, PrecisionName, Preconditioning
 from muon_optax.partition import Partition, Views
-from muon_optax.polar import Coefficients, Method, PrecisionName, Preconditioning
+from muon_optax.partition.dispatch import dispatch
 from muon_optax.sharding.execution import ExecutionOptions, StrategyRules
 from muon_optax.sharding.options import ShardingOptions
 from muon_optax.sharding.placement import in_its_place

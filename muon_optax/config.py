@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from muon_optax.leaf_kinds import check_arrays
+from muon_optax._internal.leaf_types import check_arrays
+from muon_optax._internal.tree_paths import Segments, leaves_with_segments, masked_unless
 from muon_optax.partition import Partition, Views
 from muon_optax.sharding.options import ShardingOptions
 from muon_optax.transforms.direction import Direction
 from muon_optax.transforms.shape_scale import Scaling
-from muon_optax.tree_paths import Segments, leaves_with_segments, masked_unless
 
 __all__ = ["Found", "MuonConfig", "find_configs", "note_if_searched", "search_configs"]
 

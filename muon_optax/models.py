@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from muon_optax.checks import check_choice, is_float_dtype
-from muon_optax.leaf_kinds import is_float_leaf
-from muon_optax.matrix_view import MatrixView, MuonDimensionNumbers
+from muon_optax._internal.checks import check_choice, is_float_dtype
+from muon_optax._internal.leaf_types import is_float_leaf
+from muon_optax.views.matrix_view import MatrixView, MuonDimensionNumbers
 
 __all__ = ["MODELS", "ModelShapes", "as_trained", "model_shapes"]
 

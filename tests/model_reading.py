@@ -14,8 +14,8 @@ import numpy as np
 from running import QUICK
 
 from muon_optax import Rule
-from muon_optax.matrix_view import BoundView, bind_view
-from muon_optax.tree_paths import leaves_with_segments
+from muon_optax._internal.tree_paths import leaves_with_segments
+from muon_optax.views.matrix_view import BoundView, bind_view
 
 
 def path_of(rule: Rule) -> str:

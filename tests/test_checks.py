@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from muon_optax.checks import (
+from muon_optax._internal.checks import (
     check_choice,
     check_decay,
     check_flag,

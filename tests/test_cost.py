@@ -6,7 +6,7 @@ import math
 import pytest
 
 from muon_optax import DeviceModel
-from muon_optax.polar import NewtonSchulz, resolve_schedule
+from muon_optax.orthogonalization import NewtonSchulz, resolve_schedule
 from muon_optax.sharding.planning.costs import estimate
 from muon_optax.sharding.planning.device_models import DEVICES, device_model
 from muon_optax.sharding.planning.workload import Workload

@@ -20,7 +20,7 @@ from muon_optax import (
     muon,
 )
 from muon_optax.config import MuonConfig
-from muon_optax.dispatch import dispatch
+from muon_optax.partition.dispatch import dispatch
 from muon_optax.sharding.execution import ExecutionOptions
 from muon_optax.sharding.options import ShardingOptions
 from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer

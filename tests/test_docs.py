@@ -25,8 +25,8 @@ from shown import plan, report
 
 import muon_optax
 from muon_optax import MatrixView, interop, muon, recipes
-from muon_optax.polar import SCHEDULES
-from muon_optax.tables import quantity
+from muon_optax.inspect.tables import quantity
+from muon_optax.orthogonalization import SCHEDULES
 from muon_optax.transforms.shape_scale import Scale
 from muon_optax.transforms.stage import MatrixTransformation
 

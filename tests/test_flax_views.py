@@ -17,8 +17,8 @@ from flax.traverse_util import flatten_dict
 from shown import report
 
 from muon_optax import MuonDimensionNumbers, MuonWarning, Rule, flax_matrix_views, muon
-from muon_optax.matrix_view import is_view
-from muon_optax.tree_paths import leaves_with_segments, path_name
+from muon_optax._internal.tree_paths import leaves_with_segments, path_name
+from muon_optax.views.matrix_view import is_view
 
 Axes = tuple[tuple[int, ...], tuple[int, ...]] | None
 KEY = jax.random.key(0, impl="unsafe_rbg")  # compiles faster

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muon_optax.matrix_view import MatrixView, MuonDimensionNumbers, bind_view
+from muon_optax.views.matrix_view import MatrixView, MuonDimensionNumbers, bind_view
 
 
 def numbered(*shape: int) -> np.ndarray:

@@ -8,10 +8,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shown import plan, report
 
 from muon_optax import MatrixView, MuonDimensionNumbers, default_rules
-from muon_optax.matrix_view import bind_view, is_view
+from muon_optax._internal.tree_paths import align, leaves_with_segments
 from muon_optax.models import MODELS, as_trained, model_shapes
 from muon_optax.partition import first_rules
-from muon_optax.tree_paths import align, leaves_with_segments
+from muon_optax.views.matrix_view import bind_view, is_view
 
 # Counts as published: of the checkpoints, by their safetensors indices, and in torchvision's docs.
 SIZES = {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import reference
 
-from muon_optax.dtypes import wide_dtype
+from muon_optax._internal.dtypes import wide_dtype
 from muon_optax.transforms.momentum import Momentum, combine, moment_dtype, zeros_like_parameter
 
 CONVENTIONS = list(itertools.product([True, False], [True, False], ["ema", "sum"]))

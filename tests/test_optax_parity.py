@@ -14,7 +14,7 @@ from running import dtypes, first_update, run
 
 import muon_optax
 from muon_optax import MuonDimensionNumbers, muon
-from muon_optax.polar import NewtonSchulz, resolve_schedule
+from muon_optax.orthogonalization import NewtonSchulz, resolve_schedule
 
 STEPS = 3
 SHAPES = {"near_square": (10, 12), "tall": (24, 8)}

@@ -14,8 +14,8 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 
 from muon_optax import MatrixView, MuonDimensionNumbers, MuonWarning, Rule, default_rules
-from muon_optax.matrix_view import bind_view
 from muon_optax.partition import assign, check_rules, words
+from muon_optax.views.matrix_view import bind_view
 
 MASKED = optax.MaskedNode()
 DIMS = MuonDimensionNumbers(0, 1)

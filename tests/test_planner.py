@@ -17,7 +17,7 @@ from shown import plan
 from benchmarks.compiled import read_program
 from muon_optax import DeviceModel, MatrixView, muon, orthogonalize, scale_by_muon
 from muon_optax import MuonDimensionNumbers as Dims
-from muon_optax.polar import NewtonSchulz, resolve_schedule
+from muon_optax.orthogonalization import NewtonSchulz, resolve_schedule
 from muon_optax.sharding.planning.loads import rest_owners
 from muon_optax.sharding.planning.workload import Workload
 

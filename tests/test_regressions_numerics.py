@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from running import apply_updates, dtypes, first_update, run
 
 from muon_optax import muon, newton_schulz
-from muon_optax.polar import SCHEDULES
+from muon_optax.orthogonalization import SCHEDULES
 
 PRECONDITIONINGS = ["frobenius", "spectral", "aol", "schatten", "schatten8"]
 VARIANTS: list[dict[str, Any]] = [

@@ -22,7 +22,7 @@ from muon_optax import (
     flax_matrix_views,
     muon,
 )
-from muon_optax.tree_paths import is_masked
+from muon_optax._internal.tree_paths import is_masked
 
 DIMS = MuonDimensionNumbers(0, 1)
 

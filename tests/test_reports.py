@@ -14,7 +14,7 @@ from rich.console import Console
 from shown import report
 
 from muon_optax import MatrixView, MuonDimensionNumbers, Rule, default_rules, muon
-from muon_optax.reports import ParameterReport
+from muon_optax.inspect.reports import ParameterReport
 
 RNG = np.random.default_rng(0)
 

@@ -7,7 +7,7 @@ import sharded
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from muon_optax.reshaping import reshaped
+from muon_optax._internal.reshaping import reshaped
 
 SHAPES = [
     ((2, 3, 4, 5), (6, 20)),

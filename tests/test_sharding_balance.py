@@ -16,7 +16,7 @@ from shown import plan
 
 from benchmarks.shapes import gpt2_layers
 from muon_optax import muon, orthogonalize
-from muon_optax.polar import NewtonSchulz, resolve_schedule
+from muon_optax.orthogonalization import NewtonSchulz, resolve_schedule
 from muon_optax.sharding.planning import planner
 from muon_optax.sharding.planning.loads import Loads, rest_owners
 from muon_optax.sharding.planning.workload import Workload

@@ -20,7 +20,7 @@ from benchmarks.compiled import Program, read_program
 from benchmarks.shapes import gpt2_layers
 from muon_optax import MatrixView, muon, scale_by_muon
 from muon_optax import MuonDimensionNumbers as Dims
-from muon_optax.polar import NewtonSchulz, resolve_schedule
+from muon_optax.orthogonalization import NewtonSchulz, resolve_schedule
 
 BAR = 1.02  # bytes, of those of the formula at most
 JORDAN_PASSES = 2  # over the matrix, as the Gram iteration restarts once

@@ -1,6 +1,6 @@
 """Tables as text."""
 
-from muon_optax.tables import format_table
+from muon_optax.inspect.tables import format_table
 
 
 def test_format_table_aligns_columns():

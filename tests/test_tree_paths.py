@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict
 from shown import report
 
 from muon_optax import muon, scale_by_momentum
-from muon_optax.tree_paths import (
+from muon_optax._internal.tree_paths import (
     align,
     cast_like,
     graft,

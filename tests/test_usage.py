@@ -11,8 +11,8 @@ from jax.experimental.pallas import pallas_call
 from running import QUICK
 
 from muon_optax import MatrixView, MuonDimensionNumbers
-from muon_optax.matrix_view import bind_view
 from muon_optax.readers.usage import read_usage
+from muon_optax.views.matrix_view import bind_view
 
 D = 6
 

@@ -7,9 +7,9 @@ import model_corpus
 import pytest
 
 from muon_optax import MuonWarning, flax_matrix_views
-from muon_optax.matrix_view import BoundView, bind_view, is_view
-from muon_optax.tree_paths import leaves_with_segments, path_name
+from muon_optax._internal.tree_paths import leaves_with_segments, path_name
 from muon_optax.views import flax
+from muon_optax.views.matrix_view import BoundView, bind_view, is_view
 
 MODELS = model_corpus.read("jax_models.json.gz")
 OF_FLAX = sorted(

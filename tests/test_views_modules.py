@@ -13,8 +13,8 @@ from flax import nnx
 from modules_oracle import Axes, Layer, linen_layers, nnx_layers, stacked
 
 from muon_optax import MuonWarning, flax_matrix_views
-from muon_optax.matrix_view import bind_view, is_view
-from muon_optax.tree_paths import leaves_with_segments, path_name, unnumbered
+from muon_optax._internal.tree_paths import leaves_with_segments, path_name, unnumbered
+from muon_optax.views.matrix_view import bind_view, is_view
 
 VMAP: Any = nn.vmap  # its annotations are narrower than what it takes
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 
 from muon_optax import flax_matrix_views
-from muon_optax.matrix_view import bind_view, is_view
-from muon_optax.tree_paths import leaves_with_segments, path_name
+from muon_optax._internal.tree_paths import leaves_with_segments, path_name
+from muon_optax.views.matrix_view import bind_view, is_view
 
 Shapes = dict[str, tuple[int, ...]]
 Axes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]

@@ -8,10 +8,10 @@ from typing import Any
 from muon_optax.alias import muon
 from muon_optax.cli.output import present
 from muon_optax.cli.target import add_arguments, check_dtype, read_target, shardings
-from muon_optax.layouts import parse_sizes
-from muon_optax.plans import plan
+from muon_optax.inspect.plans import plan
 from muon_optax.sharding.planning.device_models import DEVICES
 from muon_optax.sharding.strategies import STRATEGIES
+from muon_optax.sharding.usual_specs import parse_sizes
 
 __all__ = ["add_parser", "run"]
 

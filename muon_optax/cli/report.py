@@ -7,7 +7,7 @@ from typing import Any, get_args
 from muon_optax.alias import muon
 from muon_optax.cli.output import present
 from muon_optax.cli.target import add_arguments, read_target
-from muon_optax.reports import report
+from muon_optax.inspect.reports import report
 from muon_optax.transforms.shape_scale import Scale
 
 __all__ = ["add_parser", "run"]

@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 
 from jax.sharding import PartitionSpec
 
+from muon_optax._internal.tree_paths import short
 from muon_optax.cli.shape_files import read_regular
-from muon_optax.matrix_view import MatrixView
 from muon_optax.partition import Rule
-from muon_optax.tree_paths import short
+from muon_optax.views.matrix_view import MatrixView
 
 __all__ = ["RulesFile", "read_rules"]
 

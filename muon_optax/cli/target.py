@@ -11,14 +11,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 
-from muon_optax.checks import is_float_dtype
+from muon_optax._internal.checks import is_float_dtype
+from muon_optax._internal.tree_paths import (
+    Segments,
+    align,
+    leaves_with_segments,
+    path_name,
+    raise_together,
+)
+from muon_optax._internal.warnings import about
 from muon_optax.cli.rules_file import RulesFile, read_rules
 from muon_optax.cli.shape_files import read_shapes
 from muon_optax.interop.torch_axes import with_output_second
-from muon_optax.layouts import ROLES, usual_specs
-from muon_optax.matrix_view import MuonDimensionNumbers, is_view
 from muon_optax.models import MODELS, model_shapes
-from muon_optax.notices import about
 from muon_optax.partition import (
     Assignment,
     Decision,
@@ -33,7 +38,8 @@ from muon_optax.partition import (
     unmatched,
 )
 from muon_optax.partition.defaults import ADAM_RULES
-from muon_optax.tree_paths import Segments, align, leaves_with_segments, path_name, raise_together
+from muon_optax.sharding.usual_specs import ROLES, usual_specs
+from muon_optax.views.matrix_view import MuonDimensionNumbers, is_view
 
 __all__ = ["Target", "add_arguments", "check_dtype", "read_target", "shardings"]
 

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonState as OptaxMuonState
 
-from muon_optax.leaf_kinds import is_float_leaf
-from muon_optax.transforms.momentum_state import MuonState
-from muon_optax.tree_paths import (
+from muon_optax._internal.leaf_types import is_float_leaf
+from muon_optax._internal.tree_paths import (
     Segments,
     is_masked,
     leaves_with_segments,
@@ -18,6 +17,7 @@ from muon_optax.tree_paths import (
     raise_together,
     with_leaves,
 )
+from muon_optax.transforms.momentum_state import MuonState
 
 __all__ = ["from_optax"]
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from muon_optax._internal.tree_paths import leaves_with_segments, path_name, raise_together
 from muon_optax.interop.tensors import from_torch, to_torch
 from muon_optax.interop.torch_layout import (
     FLAX_LAYOUT,
@@ -31,7 +32,6 @@ from muon_optax.interop.torch_optimizer import (
     from_optimizer_state,
     to_optimizer_state,
 )
-from muon_optax.tree_paths import leaves_with_segments, path_name, raise_together
 
 if TYPE_CHECKING:
     import torch

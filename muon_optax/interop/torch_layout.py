@@ -13,10 +13,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from muon_optax._internal.tree_paths import (
+    Segments,
+    leaves_with_segments,
+    path_name,
+    raise_together,
+)
 from muon_optax.interop.tensors import from_torch, to_torch
 from muon_optax.interop.torch_axes import TRANSPOSED_CONVS, with_output_second
 from muon_optax.partition import Rule, Shape, has_run, words
-from muon_optax.tree_paths import Segments, leaves_with_segments, path_name, raise_together
 
 __all__ = [
     "FLAX_LAYOUT",

@@ -10,8 +10,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_optax.checks import check_choice, check_decay
-from muon_optax.dtypes import wide_dtype
+from muon_optax._internal.checks import check_choice, check_decay
+from muon_optax._internal.dtypes import wide_dtype
+from muon_optax._internal.tree_paths import (
+    Segments,
+    leaves_with_segments,
+    path_name,
+    raise_together,
+)
 from muon_optax.interop.tensors import import_torch
 from muon_optax.interop.torch_layout import (
     FLAX_LAYOUT,
@@ -23,7 +29,6 @@ from muon_optax.interop.torch_layout import (
     write_leaf,
 )
 from muon_optax.transforms.momentum_state import MuonState
-from muon_optax.tree_paths import Segments, leaves_with_segments, path_name, raise_together
 
 __all__ = [
     "DION_FIELDS",

@@ -13,13 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_optax.leaf_kinds import check_arrays, dtype_of, is_float_leaf
-from muon_optax.matrix_view import BoundView, MuonDimensionNumbers, View, bind_view, is_view
-from muon_optax.notices import MuonWarning
-from muon_optax.partition.defaults import default_rules
-from muon_optax.partition.rules import LABELS, Label, Rule, first_rules
-from muon_optax.partition.tree import Shape
-from muon_optax.tree_paths import (
+from muon_optax._internal.leaf_types import check_arrays, dtype_of, is_float_leaf
+from muon_optax._internal.tree_paths import (
     Segments,
     align,
     is_absent,
@@ -30,6 +25,11 @@ from muon_optax.tree_paths import (
     resolve,
     short,
 )
+from muon_optax._internal.warnings import MuonWarning
+from muon_optax.partition.defaults import default_rules
+from muon_optax.partition.rules import LABELS, Label, Rule, first_rules
+from muon_optax.partition.tree import Shape
+from muon_optax.views.matrix_view import BoundView, MuonDimensionNumbers, View, bind_view, is_view
 
 __all__ = [
     "NOT_FLOAT",

@@ -1,8 +1,8 @@
 """The rules that are used where none are given: one for each role that a tree tells."""
 
-from muon_optax.matrix_view import MuonDimensionNumbers
 from muon_optax.partition.rules import RolePattern, Rule
 from muon_optax.partition.tree import Role
+from muon_optax.views.matrix_view import MuonDimensionNumbers
 
 __all__ = ["ADAM_RULES", "MATRIX_RULES", "default_rules"]
 

@@ -3,11 +3,11 @@
 import collections
 from collections.abc import Sequence
 
+from muon_optax._internal.tree_paths import has_unnamed, path_name, unnumbered
 from muon_optax.partition import names
 from muon_optax.partition.stacks import Stacks
 from muon_optax.partition.tree import Leaf, Role
 from muon_optax.partition.widths import IMAGE_CHANNELS, VOCABULARY, Widths, is_multiple
-from muon_optax.tree_paths import has_unnamed, path_name, unnumbered
 
 __all__ = ["Evidence"]
 

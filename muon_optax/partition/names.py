@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Iterable
 
-from muon_optax.tree_paths import Segments
+from muon_optax._internal.tree_paths import Segments
 
 __all__ = [
     "ATTENTION",

@@ -5,9 +5,9 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+from muon_optax._internal.tree_paths import Segments
 from muon_optax.partition.names import word_set
 from muon_optax.partition.tree import Leaf, Shape
-from muon_optax.tree_paths import Segments
 
 __all__ = ["Order"]
 

@@ -8,10 +8,10 @@ its own shape.
 import functools
 from collections.abc import Sequence
 
+from muon_optax._internal.tree_paths import Segments
 from muon_optax.partition import names
 from muon_optax.partition.evidence import Evidence
 from muon_optax.partition.tree import Described, Leaf, Role, Shape, read_tree
-from muon_optax.tree_paths import Segments
 
 __all__ = ["roles_of"]
 

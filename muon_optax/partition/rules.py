@@ -7,11 +7,11 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
-from muon_optax.matrix_view import View, is_view
+from muon_optax._internal.tree_paths import Segments
 from muon_optax.partition.names import names_of
 from muon_optax.partition.roles import roles_of
 from muon_optax.partition.tree import Described, Role, Shape
-from muon_optax.tree_paths import Segments
+from muon_optax.views.matrix_view import View, is_view
 
 __all__ = [
     "LABELS",

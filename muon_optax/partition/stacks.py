@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
+from muon_optax._internal.tree_paths import Segments
 from muon_optax.partition.tree import Leaf
-from muon_optax.tree_paths import Segments
 
 __all__ = ["Stacks"]
 

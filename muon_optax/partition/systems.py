@@ -3,11 +3,11 @@
 import re
 from collections.abc import Mapping
 
-from muon_optax.matrix_view import MatrixView
+from muon_optax._internal.tree_paths import Segments
 from muon_optax.partition.defaults import ADAM_RULES, MATRIX_RULES
 from muon_optax.partition.rules import RolePattern, Rule
 from muon_optax.partition.tree import Shape
-from muon_optax.tree_paths import Segments
+from muon_optax.views.matrix_view import MatrixView
 
 __all__ = ["Blocks", "fused_rules", "is_vector_in_disguise", "named_like", "with_default_rules"]
 

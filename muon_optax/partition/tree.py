@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
+from muon_optax._internal.tree_paths import Segments
 from muon_optax.partition.names import LeafName, Meaning, is_index, leaf_name, tokens, word_set
-from muon_optax.tree_paths import Segments
 
 __all__ = ["Described", "Leaf", "Role", "Shape", "read_tree"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from muon_optax.notices import MuonWarning, about
+from muon_optax._internal.warnings import MuonWarning, about
 from muon_optax.partition.assignment import (
     NO_VIEW,
     Assignment,

@@ -5,10 +5,10 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 
+from muon_optax._internal.tree_paths import Segments
 from muon_optax.partition import names
 from muon_optax.partition.order import Order
 from muon_optax.partition.tree import Leaf, Role
-from muon_optax.tree_paths import Segments
 
 __all__ = ["IMAGE_CHANNELS", "VOCABULARY", "Widths", "is_multiple"]
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from muon_optax.matrix_view import MatrixView, MuonDimensionNumbers, bind_view
+from muon_optax._internal.tree_paths import Segments
 from muon_optax.partition import Label
 from muon_optax.partition.systems import is_vector_in_disguise
 from muon_optax.readers.heads import Layer, heads_by_name, heads_by_shape
@@ -12,7 +12,7 @@ from muon_optax.readers.names import is_adapter, is_expert, rule_for
 from muon_optax.readers.records import ModuleLeaf, Reading
 from muon_optax.readers.stacks import Axes, Declared, choices, shifted, stacked_axes
 from muon_optax.readers.usage import Role
-from muon_optax.tree_paths import Segments
+from muon_optax.views.matrix_view import MatrixView, MuonDimensionNumbers, bind_view
 
 __all__ = ["UNKNOWN_MODULE", "UNKNOWN_STACK", "Choice", "decide"]
 

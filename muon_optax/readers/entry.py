@@ -4,12 +4,12 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from muon_optax.notices import warn_about
+from muon_optax._internal.tree_paths import Segments
+from muon_optax._internal.warnings import warn_about
 from muon_optax.partition import Rule
 from muon_optax.readers.decide import UNKNOWN_MODULE, UNKNOWN_STACK, Choice, decide
 from muon_optax.readers.inputs import Inputs
 from muon_optax.readers.records import Reading
-from muon_optax.tree_paths import Segments
 
 __all__ = ["model_rules"]
 

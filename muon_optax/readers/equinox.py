@@ -6,13 +6,13 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from muon_optax.leaf_kinds import is_float_leaf
+from muon_optax._internal.leaf_types import is_float_leaf
+from muon_optax._internal.tree_paths import Segments, leaves_with_segments
 from muon_optax.readers.inputs import Inputs, is_array
 from muon_optax.readers.kernels import Kernel, convolution, other, weight
 from muon_optax.readers.names import adapters
 from muon_optax.readers.records import ModuleLeaf, Reading
 from muon_optax.readers.usage import Usage, read_usage
-from muon_optax.tree_paths import Segments, leaves_with_segments
 
 __all__ = ["read"]
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muon_optax.leaf_kinds import is_float_leaf
+from muon_optax._internal.leaf_types import is_float_leaf
+from muon_optax._internal.tree_paths import Segments, leaves_with_segments
 from muon_optax.partition import Shape
 from muon_optax.readers.inputs import Inputs
 from muon_optax.readers.kernels import Kernel, convolution, other, weight
@@ -15,7 +16,6 @@ from muon_optax.readers.names import adapters
 from muon_optax.readers.records import ModuleLeaf, Reading
 from muon_optax.readers.stacks import Declared, choices
 from muon_optax.readers.usage import Usage, read_usage
-from muon_optax.tree_paths import Segments, leaves_with_segments
 
 __all__ = ["read"]
 

@@ -5,9 +5,9 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from muon_optax._internal.tree_paths import Segments
 from muon_optax.partition import Shape
 from muon_optax.readers.names import named_head
-from muon_optax.tree_paths import Segments
 
 __all__ = ["Layer", "heads_by_name", "heads_by_shape"]
 

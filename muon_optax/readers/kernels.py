@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
-from muon_optax.matrix_view import MatrixView, MuonDimensionNumbers
 from muon_optax.partition import Shape
+from muon_optax.views.matrix_view import MatrixView, MuonDimensionNumbers
 
 __all__ = ["Kernel", "convolution", "einsum", "other", "weight"]
 

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Iterable
 
+from muon_optax._internal.tree_paths import Segments
 from muon_optax.partition import Rule, Shape, default_rules, first_rules, words
 from muon_optax.readers.records import ModuleLeaf
-from muon_optax.tree_paths import Segments
 
 __all__ = ["adapters", "is_adapter", "is_expert", "named_head", "rule_for"]
 

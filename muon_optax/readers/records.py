@@ -3,11 +3,11 @@
 import dataclasses
 from collections.abc import Mapping
 
+from muon_optax._internal.tree_paths import Segments, path_name
 from muon_optax.partition import Shape
 from muon_optax.readers.kernels import Kernel
 from muon_optax.readers.stacks import Axes
 from muon_optax.readers.usage import Usage
-from muon_optax.tree_paths import Segments, path_name
 
 __all__ = ["ModuleLeaf", "Reading"]
 

@@ -10,9 +10,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from muon_optax.matrix_view import MatrixView, MuonDimensionNumbers
+from muon_optax._internal.tree_paths import Segments
 from muon_optax.partition import Shape
-from muon_optax.tree_paths import Segments
+from muon_optax.views.matrix_view import MatrixView, MuonDimensionNumbers
 
 __all__ = ["Axes", "Declared", "choices", "shifted", "stacked_axes"]
 

@@ -5,13 +5,13 @@ from typing import Any
 
 from torch import nn
 
-from muon_optax.matrix_view import MatrixView
+from muon_optax._internal.tree_paths import Segments
 from muon_optax.partition import Shape
 from muon_optax.partition.systems import is_vector_in_disguise
 from muon_optax.readers.inputs import Inputs
 from muon_optax.readers.kernels import Kernel, convolution, other, weight
 from muon_optax.readers.records import ModuleLeaf, Reading
-from muon_optax.tree_paths import Segments
+from muon_optax.views.matrix_view import MatrixView
 
 __all__ = ["read"]
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import optax
 
 from muon_optax.alias import muon
-from muon_optax.matrix_view import MatrixView
 from muon_optax.partition import Rule
 from muon_optax.partition.systems import (
     Blocks,
@@ -17,6 +16,7 @@ from muon_optax.partition.systems import (
     named_like,
     with_default_rules,
 )
+from muon_optax.views.matrix_view import MatrixView
 
 __all__ = [
     "areal",

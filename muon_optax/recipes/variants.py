@@ -6,8 +6,8 @@ from typing import Any, Literal, get_args
 import jax.numpy as jnp
 import optax
 
+from muon_optax._internal.checks import check_choice
 from muon_optax.alias import muon
-from muon_optax.checks import check_choice
 from muon_optax.partition.systems import Blocks
 from muon_optax.recipes.systems import Transformation, dion, keller_jordan, megatron
 from muon_optax.transforms.entries import scale_by_entry

@@ -2,11 +2,11 @@
 
 import dataclasses
 
-from muon_optax.matrix_view import BoundView
-from muon_optax.polar import NewtonSchulz
+from muon_optax._internal.tree_paths import Segments, path_name
+from muon_optax.orthogonalization import NewtonSchulz
 from muon_optax.sharding.declared import Axes, Declared
 from muon_optax.sharding.specs import Layout
-from muon_optax.tree_paths import Segments, path_name
+from muon_optax.views.matrix_view import BoundView
 
 __all__ = ["BoundLeaf"]
 

@@ -8,7 +8,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from muon_optax.tree_paths import align
+from muon_optax._internal.tree_paths import align
 
 __all__ = [
     "Axes",

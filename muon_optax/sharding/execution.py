@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from muon_optax.checks import check_choice, check_static
-from muon_optax.dtypes import compute_dtype
-from muon_optax.matrix_view import BoundView
-from muon_optax.notices import warn_about
+from muon_optax._internal.checks import check_choice, check_static
+from muon_optax._internal.dtypes import compute_dtype
+from muon_optax._internal.tree_paths import Segments, raise_together
+from muon_optax._internal.warnings import warn_about
 from muon_optax.partition import first_match, unmatched
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.placement import place, to_types_of
@@ -26,7 +26,7 @@ from muon_optax.sharding.runtime.pipeline import run_buckets
 from muon_optax.sharding.specs import Layout, read_layout
 from muon_optax.sharding.strategies import STRATEGIES
 from muon_optax.sharding.trace_context import mapped_axes
-from muon_optax.tree_paths import Segments, raise_together
+from muon_optax.views.matrix_view import BoundView
 
 __all__ = ["ExecutionOptions", "Prepared", "StrategyRules"]
 

@@ -7,8 +7,8 @@ import jax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from muon_optax._internal.tree_paths import Segments, is_box, leaves_with_segments, segments_of
 from muon_optax.sharding.declared import Declared, as_axes, as_declared, bare_spec, fits, mesh_of
-from muon_optax.tree_paths import Segments, is_box, leaves_with_segments, segments_of
 
 __all__ = ["Annotations", "annotations_of", "usable"]
 

@@ -4,9 +4,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from muon_optax._internal.tree_paths import is_function, leaves_with_segments, resolve
 from muon_optax.sharding.declared import as_declared, is_spec
 from muon_optax.sharding.metadata import Annotations, annotations_of, usable
-from muon_optax.tree_paths import is_function, leaves_with_segments, resolve
 
 __all__ = ["ShardingOptions", "Shardings"]
 

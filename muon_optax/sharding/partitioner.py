@@ -16,7 +16,7 @@ import math
 
 import jax.numpy as jnp
 
-from muon_optax.polar import NewtonSchulz, resolve_schedule
+from muon_optax.orthogonalization import NewtonSchulz, resolve_schedule
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.planning.costs import Cost
 from muon_optax.sharding.planning.device_models import DeviceModel

@@ -18,6 +18,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
+from muon_optax._internal.tree_paths import graft, raise_together
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.declared import (
     Declared,
@@ -29,7 +30,6 @@ from muon_optax.sharding.declared import (
 from muon_optax.sharding.reductions import check_summed, reduced_like, summed
 from muon_optax.sharding.specs import Layout, read_layout
 from muon_optax.sharding.trace_context import mapped_axes
-from muon_optax.tree_paths import graft, raise_together
 
 __all__ = [
     "HOST_MEMORY",

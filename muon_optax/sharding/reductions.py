@@ -9,9 +9,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from muon_optax._internal.tree_paths import leaves_with_segments, path_name, raise_together
 from muon_optax.sharding.declared import plain_spec
 from muon_optax.sharding.trace_context import unreduced_axes
-from muon_optax.tree_paths import leaves_with_segments, path_name, raise_together
 
 __all__ = ["check_summed", "reduced_axes", "reduced_like", "summed"]
 

@@ -15,6 +15,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from muon_optax._internal.tree_paths import leaves_with_segments, path_name, raise_together
 from muon_optax.sharding.declared import (
     Axes,
     Declared,
@@ -26,7 +27,6 @@ from muon_optax.sharding.declared import (
     spec_without,
 )
 from muon_optax.sharding.trace_context import mapped_axes, varying_axes
-from muon_optax.tree_paths import leaves_with_segments, path_name, raise_together
 
 __all__ = ["Axes", "Layout", "read_layout", "read_layouts", "whole_shapes"]
 

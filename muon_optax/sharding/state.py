@@ -6,6 +6,13 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from muon_optax._internal.tree_paths import (
+    is_masked,
+    leaves_with_segments,
+    path_name,
+    raise_together,
+    resolve,
+)
 from muon_optax.config import search_configs
 from muon_optax.sharding.declared import (
     Declared,
@@ -20,13 +27,6 @@ from muon_optax.sharding.metadata import annotations_of, usable
 from muon_optax.sharding.options import Shardings
 from muon_optax.sharding.placement import HOST_MEMORY, names_host
 from muon_optax.transforms.momentum_state import MuonState
-from muon_optax.tree_paths import (
-    is_masked,
-    leaves_with_segments,
-    path_name,
-    raise_together,
-    resolve,
-)
 
 __all__ = ["state_shardings"]
 

@@ -6,14 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from muon_optax.matrix_view import BoundView, MuonDimensionNumbers
+from muon_optax._internal.tree_paths import leaves_with_segments, raise_together
 from muon_optax.partition import Views, assign
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.declared import declared_specs
 from muon_optax.sharding.options import ShardingOptions, Shardings
 from muon_optax.sharding.placement import declared_on_host
 from muon_optax.sharding.specs import read_layouts, whole_shapes
-from muon_optax.tree_paths import leaves_with_segments, raise_together
+from muon_optax.views.matrix_view import BoundView, MuonDimensionNumbers
 
 __all__ = ["bind_leaves", "binder", "bound_leaves"]
 

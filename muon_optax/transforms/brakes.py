@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_optax.checks import check_choice, check_number
-from muon_optax.dtypes import wide_dtype
+from muon_optax._internal.checks import check_choice, check_number
+from muon_optax._internal.dtypes import wide_dtype
 from muon_optax.partition import Views
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.transforms.matrix_sums import MatrixSums, products, quotient, squares

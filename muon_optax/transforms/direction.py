@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_optax.checks import check_decay, check_flag, check_float_dtype
-from muon_optax.dtypes import wide_dtype
+from muon_optax._internal.checks import check_decay, check_flag, check_float_dtype
+from muon_optax._internal.dtypes import wide_dtype
+from muon_optax._internal.tree_paths import cast_like, graft
+from muon_optax.orthogonalization import Coefficients, Method, PrecisionName, Preconditioning
 from muon_optax.partition import Views
-from muon_optax.polar import Coefficients, Method, PrecisionName, Preconditioning
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.execution import ExecutionOptions, StrategyRules
 from muon_optax.sharding.options import ShardingOptions
@@ -40,7 +41,6 @@ from muon_optax.transforms.binding import binder
 from muon_optax.transforms.momentum import Momentum, MomentumForm, check_belongs, combine
 from muon_optax.transforms.momentum_state import MuonState
 from muon_optax.transforms.stage import MatrixTransformation, Stage, matrix_transformation
-from muon_optax.tree_paths import cast_like, graft
 
 __all__ = ["Direction", "scale_by_muon"]
 

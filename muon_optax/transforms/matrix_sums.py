@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from muon_optax.dtypes import wide_dtype
+from muon_optax._internal.dtypes import wide_dtype
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.specs import Layout
 from muon_optax.sharding.trace_context import varying_axes
@@ -87,7 +87,7 @@ class MatrixSums:
 
     Example:
       >>> from muon_optax.transforms.binding import bind_leaves
-      >>> from muon_optax.matrix_view import MatrixView
+      >>> from muon_optax.views.matrix_view import MatrixView
       >>> x = jnp.arange(8.0).reshape(2, 4)
       >>> (leaf,) = bind_leaves(x, MatrixView(0, 1, split=(1, 3)))
       >>> blocks = MatrixSums(leaf, ("reduction", "output"))
@@ -171,7 +171,7 @@ class AxisSums:
       dims: the axes that are summed over.
 
     Example:
-      >>> from muon_optax.matrix_view import MuonDimensionNumbers
+      >>> from muon_optax.views.matrix_view import MuonDimensionNumbers
       >>> from muon_optax.transforms.binding import bind_leaves
       >>> x = jnp.arange(8.0).reshape(2, 2, 2)
       >>> (leaf,) = bind_leaves(x, MuonDimensionNumbers(1, 2))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_optax.dtypes import wide_dtype
+from muon_optax._internal.dtypes import wide_dtype
 from muon_optax.sharding.placement import is_abstract, is_on_host, to_device, to_host
 from muon_optax.transforms.momentum_state import MuonState
 

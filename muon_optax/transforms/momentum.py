@@ -8,14 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_optax.checks import check_choice, check_decay, check_flag, check_float_dtype
-from muon_optax.dtypes import wide_dtype
-from muon_optax.leaf_kinds import is_float_leaf
-from muon_optax.sharding.placement import in_its_place
-from muon_optax.transforms.moments import moment_dtype, zeros_like_parameter
-from muon_optax.transforms.momentum_state import MuonState
-from muon_optax.transforms.wrappers import passing_over
-from muon_optax.tree_paths import (
+from muon_optax._internal.checks import check_choice, check_decay, check_flag, check_float_dtype
+from muon_optax._internal.dtypes import wide_dtype
+from muon_optax._internal.leaf_types import is_float_leaf
+from muon_optax._internal.tree_paths import (
     cast_like,
     graft,
     leaves_with_segments,
@@ -23,6 +19,10 @@ from muon_optax.tree_paths import (
     present_leaves,
     raise_together,
 )
+from muon_optax.sharding.placement import in_its_place
+from muon_optax.transforms.moments import moment_dtype, zeros_like_parameter
+from muon_optax.transforms.momentum_state import MuonState
+from muon_optax.transforms.wrappers import passing_over
 
 __all__ = [
     "Momentum",

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from muon_optax.tree_paths import is_masked
+from muon_optax._internal.tree_paths import is_masked
 
 __all__ = ["MuonState", "momentum"]
 

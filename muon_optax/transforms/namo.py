@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_optax.checks import check_choice, check_decay, check_flag
-from muon_optax.dtypes import wide_dtype
+from muon_optax._internal.checks import check_choice, check_decay, check_flag
+from muon_optax._internal.dtypes import wide_dtype
+from muon_optax._internal.tree_paths import graft
 from muon_optax.partition import Views
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.execution import ExecutionOptions
@@ -28,7 +29,6 @@ from muon_optax.transforms.standalone import (
     standalone,
     zero_sums,
 )
-from muon_optax.tree_paths import graft
 
 __all__ = ["Namo", "NamoState", "NamoUnits", "namo_stage", "scale_by_namo"]
 

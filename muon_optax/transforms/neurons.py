@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from muon_optax.checks import check_choice, check_decay, check_number
-from muon_optax.dtypes import wide_dtype
-from muon_optax.matrix_view import BoundView
+from muon_optax._internal.checks import check_choice, check_decay, check_number
+from muon_optax._internal.dtypes import wide_dtype
 from muon_optax.partition import Views
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.transforms.matrix_sums import MatrixSums, Role, quotient, squares
@@ -24,6 +23,7 @@ from muon_optax.transforms.standalone import (
     standalone,
     zero_sums,
 )
+from muon_optax.views.matrix_view import BoundView
 
 __all__ = ["NeuronGuard", "NeuronState", "Neurons", "scale_by_neuron"]
 

@@ -6,10 +6,11 @@ import jax
 import numpy as np
 import optax
 
-from muon_optax.checks import check_float_dtype
-from muon_optax.dtypes import compute_dtype
+from muon_optax._internal.checks import check_float_dtype
+from muon_optax._internal.dtypes import compute_dtype
+from muon_optax._internal.tree_paths import cast_like
+from muon_optax.orthogonalization import Coefficients, Method, PrecisionName, Preconditioning
 from muon_optax.partition import Views
-from muon_optax.polar import Coefficients, Method, PrecisionName, Preconditioning
 from muon_optax.sharding.execution import ExecutionOptions, StrategyRules
 from muon_optax.sharding.options import ShardingOptions
 from muon_optax.sharding.planning.device_models import DeviceModel
@@ -17,7 +18,6 @@ from muon_optax.sharding.runtime.buffers import Elementwise
 from muon_optax.sharding.runtime.orthogonalizer import OrthogonalizeFunction, make_orthogonalizer
 from muon_optax.transforms.binding import binder
 from muon_optax.transforms.stage import MatrixTransformation, Stage, matrix_transformation
-from muon_optax.tree_paths import cast_like
 
 __all__ = ["orthogonalize"]
 

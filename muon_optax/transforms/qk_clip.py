@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from muon_optax.checks import check_choice, check_number
-from muon_optax.dtypes import wide_dtype
+from muon_optax._internal.checks import check_choice, check_number
+from muon_optax._internal.dtypes import wide_dtype
+from muon_optax._internal.tree_paths import graft, leaves_with_segments, path_name, raise_together
 from muon_optax.sharding.declared import declared_specs
 from muon_optax.sharding.options import ShardingOptions
 from muon_optax.sharding.placement import in_its_place
 from muon_optax.sharding.specs import Layout, read_layouts
-from muon_optax.tree_paths import graft, leaves_with_segments, path_name, raise_together
 
 __all__ = ["Attention", "HeadRole", "HeadWeight", "clip_qk", "qk_clip"]
 

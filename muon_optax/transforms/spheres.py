@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from muon_optax.checks import check_choice, check_number
-from muon_optax.dtypes import wide_dtype
+from muon_optax._internal.checks import check_choice, check_number
+from muon_optax._internal.dtypes import wide_dtype
+from muon_optax._internal.tree_paths import raise_together
 from muon_optax.partition import Views
 from muon_optax.sharding.placement import is_abstract, is_on_host, to_device, to_host
 from muon_optax.transforms.matrix_sums import (
@@ -31,7 +32,6 @@ from muon_optax.transforms.standalone import (
     weights_of,
     zero_moments,
 )
-from muon_optax.tree_paths import raise_together
 
 __all__ = ["HyperballState", "Radius", "Spans", "hyperball"]
 

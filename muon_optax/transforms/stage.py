@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import optax
 
+from muon_optax._internal.tree_paths import cast_like
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.placement import in_its_place
 from muon_optax.transforms.wrappers import passing_over, widened
-from muon_optax.tree_paths import cast_like
 
 __all__ = [
     "MatrixTransformation",

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
-from muon_optax.dtypes import wide_dtype
+from muon_optax._internal.dtypes import wide_dtype
+from muon_optax._internal.tree_paths import graft, leaves_with_segments, path_name, raise_together
 from muon_optax.partition import Views
 from muon_optax.sharding.declared import sharding_of_sums
 from muon_optax.sharding.options import ShardingOptions
@@ -17,7 +18,6 @@ from muon_optax.transforms.binding import binder
 from muon_optax.transforms.matrix_sums import Sums
 from muon_optax.transforms.moments import zeros_like_parameter
 from muon_optax.transforms.stage import MatrixTransformation, Stage, matrix_transformation
-from muon_optax.tree_paths import graft, leaves_with_segments, path_name, raise_together
 
 __all__ = [
     "check_state_type",

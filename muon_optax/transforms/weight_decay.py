@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from muon_optax.checks import check_mask, check_number
-from muon_optax.dtypes import wide_dtype
+from muon_optax._internal.checks import check_mask, check_number
+from muon_optax._internal.dtypes import wide_dtype
+from muon_optax._internal.tree_paths import align
 from muon_optax.transforms.matrix_sums import products
 from muon_optax.transforms.standalone import value_at, weights_of
-from muon_optax.tree_paths import align
 
 __all__ = ["add_cautious_weight_decay", "coupled_decay", "decayed_weights", "may_decay"]
 

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_optax.dtypes import wide_dtype
-from muon_optax.leaf_kinds import is_float_leaf
+from muon_optax._internal.dtypes import wide_dtype
+from muon_optax._internal.leaf_types import is_float_leaf
+from muon_optax._internal.tree_paths import cast_like, with_leaves, without_absent
 from muon_optax.transforms.moments import map_moments, moment_dtype, zeros_like_parameter
-from muon_optax.tree_paths import cast_like, with_leaves, without_absent
 
 __all__ = [
     "in_float32",

@@ -8,8 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from muon_optax._internal.tree_paths import Segments
 from muon_optax.partition import Shape
-from muon_optax.tree_paths import Segments
 from muon_optax.views.evidence import conv_roles
 from muon_optax.views.layer_names import is_conv_name, is_of_attention
 from muon_optax.views.weights import Roles, Weight, merged_size, sizes

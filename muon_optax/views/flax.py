@@ -6,9 +6,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muon_optax.leaf_kinds import check_arrays, is_float_leaf, kind_of
-from muon_optax.matrix_view import MuonDimensionNumbers, bind_view
-from muon_optax.notices import warn_about
+from muon_optax._internal.leaf_types import check_arrays, is_float_leaf, kind_of
+from muon_optax._internal.tree_paths import (
+    Segments,
+    is_absent,
+    leaves_with_segments,
+    path_name,
+    raise_together,
+)
+from muon_optax._internal.warnings import warn_about
 from muon_optax.partition import (
     RolePattern,
     Rule,
@@ -18,15 +24,9 @@ from muon_optax.partition import (
     first_rules,
     has_run,
 )
-from muon_optax.tree_paths import (
-    Segments,
-    is_absent,
-    leaves_with_segments,
-    path_name,
-    raise_together,
-)
 from muon_optax.views.convolutions import sort_convolutions
 from muon_optax.views.inference import Known, infer_roles
+from muon_optax.views.matrix_view import MuonDimensionNumbers, bind_view
 from muon_optax.views.stacks import Stacked, find_stacks
 from muon_optax.views.weights import (
     Roles,

@@ -12,7 +12,7 @@ What none of these tells has no roles: nothing is guessed from a rank.
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from muon_optax.tree_paths import Segments
+from muon_optax._internal.tree_paths import Segments
 from muon_optax.views.evidence import Seen, by_bias, by_likeness, may_be_conv, there_and_back
 from muon_optax.views.layer_names import (
     by_name,

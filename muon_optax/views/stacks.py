@@ -9,8 +9,8 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
+from muon_optax._internal.tree_paths import Segments, path_name
 from muon_optax.partition import Shape
-from muon_optax.tree_paths import Segments, path_name
 from muon_optax.views.weights import is_vector_name, names_of, tokens_of
 
 __all__ = ["Stacked", "find_stacks"]

@@ -6,8 +6,8 @@ import math
 import re
 from typing import NamedTuple
 
+from muon_optax._internal.tree_paths import Segments, path_name
 from muon_optax.partition import Shape
-from muon_optax.tree_paths import Segments, path_name
 
 __all__ = [
     "Roles",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-from muon_optax.layouts import parse_sizes
+from muon_optax.sharding.usual_specs import parse_sizes
 
 __all__ = [
     "AXES",

@@ -12,9 +12,9 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from muon_optax import recipes
+from muon_optax._internal.tree_paths import leaves_with_segments, path_name
 from muon_optax.interop.parity.case import Case
 from muon_optax.interop.parity.verdict import TOLERANCES, Row, Tolerances, Verdict
-from muon_optax.tree_paths import leaves_with_segments, path_name
 
 __all__ = ["exact_update", "need_devices", "replay"]
 

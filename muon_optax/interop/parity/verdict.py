@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any, Literal, get_args
 
+from muon_optax.inspect.tables import format_table, rich_table
 from muon_optax.interop.parity.case import Case
-from muon_optax.tables import format_table, rich_table
 
 __all__ = ["TOLERANCES", "Mark", "Row", "Tolerances", "Verdict"]
 

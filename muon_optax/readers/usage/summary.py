@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 import jax
 
-from muon_optax.matrix_view import MatrixView, MuonDimensionNumbers
+from muon_optax._internal.tree_paths import Segments, leaves_with_segments
 from muon_optax.partition import Shape
 from muon_optax.readers.usage.axes import Factor, whole
 from muon_optax.readers.usage.primitives import HANDLERS
 from muon_optax.readers.usage.trace import Trace
 from muon_optax.readers.usage.values import Use, Value
-from muon_optax.tree_paths import Segments, leaves_with_segments
+from muon_optax.views.matrix_view import MatrixView, MuonDimensionNumbers
 
 __all__ = ["Role", "Usage", "read_usage"]
 

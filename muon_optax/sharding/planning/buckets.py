@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 
-from muon_optax.polar import NewtonSchulz
+from muon_optax.orthogonalization import NewtonSchulz
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.planning.costs import Cost
 from muon_optax.sharding.planning.workload import Workload

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from muon_optax.checks import check_number
+from muon_optax._internal.checks import check_number
 
 __all__ = ["DEVICES", "DeviceModel", "device_model"]
 

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import jax.numpy as jnp
 
-from muon_optax.polar import NewtonSchulz, resolve_schedule
+from muon_optax._internal.tree_paths import raise_together
+from muon_optax.orthogonalization import NewtonSchulz, resolve_schedule
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.planning.buckets import Bucket, WorkSlice, group_leaves
 from muon_optax.sharding.planning.costs import estimate
@@ -23,7 +24,6 @@ from muon_optax.sharding.planning.loads import Loads
 from muon_optax.sharding.planning.workload import Workload
 from muon_optax.sharding.runtime.orthogonalizer import group_size
 from muon_optax.sharding.strategies import STRATEGIES, Strategy
-from muon_optax.tree_paths import raise_together
 
 __all__ = ["least_workspace", "plan_leaves"]
 

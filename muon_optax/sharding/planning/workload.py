@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from muon_optax.polar import NewtonSchulz, Schedule
+from muon_optax.orthogonalization import NewtonSchulz, Schedule
 
 __all__ = ["Workload"]
 

@@ -7,10 +7,9 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from muon_optax.checks import check_choice, check_flag, check_static
-from muon_optax.dtypes import wide_dtype
-from muon_optax.matrix_view import BoundView
-from muon_optax.polar import (
+from muon_optax._internal.checks import check_choice, check_flag, check_static
+from muon_optax._internal.dtypes import wide_dtype
+from muon_optax.orthogonalization import (
     Coefficients,
     GramExchange,
     Method,
@@ -19,6 +18,7 @@ from muon_optax.polar import (
     Preconditioning,
     resolve_schedule,
 )
+from muon_optax.views.matrix_view import BoundView
 
 __all__ = [
     "OrthogonalizeFunction",

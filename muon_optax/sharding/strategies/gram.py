@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from muon_optax.polar import GramExchange, NewtonSchulz
+from muon_optax.orthogonalization import GramExchange, NewtonSchulz
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.planning.workload import Workload
 from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer

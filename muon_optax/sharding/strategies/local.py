@@ -2,7 +2,7 @@
 
 import jax
 
-from muon_optax.polar import NewtonSchulz
+from muon_optax.orthogonalization import NewtonSchulz
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.planning.workload import Workload
 from muon_optax.sharding.strategies.base import Strategy

@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from muon_optax.reshaping import reshaped
+from muon_optax._internal.reshaping import reshaped
 from muon_optax.sharding.bound_leaf import BoundLeaf
 
 __all__ = ["ShardedMatrices", "all_gather", "index_along", "padded", "rolled"]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from muon_optax.dtypes import wide_dtype
+from muon_optax._internal.dtypes import wide_dtype
 
 __all__ = ["commuting_product", "gram_matrix", "hermitian_flops", "product"]
 

@@ -6,9 +6,15 @@ from typing import Any, Literal
 import jax
 from jax.sharding import PartitionSpec
 
-from muon_optax.matrix_view import View, bind_view, is_view
+from muon_optax._internal.tree_paths import (
+    Segments,
+    align,
+    leaves_with_segments,
+    path_name,
+    raise_together,
+)
 from muon_optax.partition import Shape, words
-from muon_optax.tree_paths import Segments, align, leaves_with_segments, path_name, raise_together
+from muon_optax.views.matrix_view import View, bind_view, is_view
 
 __all__ = ["ROLES", "Role", "parse_sizes", "usual_specs"]
 

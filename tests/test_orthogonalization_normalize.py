@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from oracle import gaussian, log_uniform, singular_values
 
-from muon_optax.polar import Preconditioning, newton_schulz, resolve_schedule
-from muon_optax.polar.normalize import near_one, precondition
+from muon_optax.orthogonalization import Preconditioning, newton_schulz, resolve_schedule
+from muon_optax.orthogonalization.normalize import near_one, precondition
 
 KINDS = get_args(Preconditioning)
 ONE_STEP = ((3.0, -3.0, 1.0),)

@@ -6,8 +6,8 @@ from typing import Any
 import optax
 
 from muon_optax.config import find_configs
-from muon_optax.plan_rows import PlanRow, plan_rows
-from muon_optax.tables import format_table, quantity, rich_table
+from muon_optax.inspect.plan_rows import PlanRow, plan_rows
+from muon_optax.inspect.tables import format_table, quantity, rich_table
 
 __all__ = ["Plan", "PlanRow", "plan"]
 

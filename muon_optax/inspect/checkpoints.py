@@ -5,8 +5,13 @@ from typing import Any
 import jax
 import optax
 
-from muon_optax.leaf_kinds import kind_of
-from muon_optax.tree_paths import Segments, leaves_with_segments, path_name, raise_together
+from muon_optax._internal.leaf_types import kind_of
+from muon_optax._internal.tree_paths import (
+    Segments,
+    leaves_with_segments,
+    path_name,
+    raise_together,
+)
 
 __all__ = ["check_state"]
 

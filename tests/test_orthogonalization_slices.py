@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 from oracle import gaussian, relative_error
 
-from muon_optax.polar import GramExchange, NewtonSchulz, Preconditioning, resolve_schedule
+from muon_optax.orthogonalization import (
+    GramExchange,
+    NewtonSchulz,
+    Preconditioning,
+    resolve_schedule,
+)
 
 DEVICES = 4
 OWNERS = GramExchange(

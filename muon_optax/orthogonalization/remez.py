@@ -5,7 +5,7 @@ Host side, numpy float64: a schedule is made once, never inside a traced functio
 
 import numpy as np
 
-from muon_optax.polar.coefficients import Row
+from muon_optax.orthogonalization.coefficients import Row
 
 __all__ = ["best_quintic", "polar_schedule"]
 

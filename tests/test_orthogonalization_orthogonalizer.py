@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from oracle import gaussian, relative_error
 
-from muon_optax.polar import (
+from muon_optax.orthogonalization import (
     NewtonSchulz,
     Preconditioning,
     ScheduleName,

@@ -8,8 +8,20 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonState as OptaxMuonState
 
+from muon_optax._internal.leaf_types import check_arrays, dtype_of, is_float_leaf, kind_of
+from muon_optax._internal.tree_paths import (
+    Segments,
+    filled,
+    is_masked,
+    leaves_with_segments,
+    masked_unless,
+    path_name,
+    present_leaves,
+    raise_together,
+    whole_variables,
+    without_absent,
+)
 from muon_optax.config import MuonConfig, note_if_searched
-from muon_optax.leaf_kinds import check_arrays, dtype_of, is_float_leaf, kind_of
 from muon_optax.partition import (
     NOT_FLOAT,
     Assignment,
@@ -26,18 +38,6 @@ from muon_optax.transforms.binding import bound_leaves
 from muon_optax.transforms.momentum_state import MuonState
 from muon_optax.transforms.stage import Stage, bound_transformation
 from muon_optax.transforms.wrappers import passing_over
-from muon_optax.tree_paths import (
-    Segments,
-    filled,
-    is_masked,
-    leaves_with_segments,
-    masked_unless,
-    path_name,
-    present_leaves,
-    raise_together,
-    whole_variables,
-    without_absent,
-)
 
 __all__ = ["dispatch"]
 

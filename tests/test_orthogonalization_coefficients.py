@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from muon_optax.polar import (
+from muon_optax.orthogonalization import (
     SCHEDULES,
     Preconditioning,
     ScheduleName,
@@ -14,7 +14,7 @@ from muon_optax.polar import (
     polar_schedule,
     resolve_schedule,
 )
-from muon_optax.polar.remez import best_quintic
+from muon_optax.orthogonalization.remez import best_quintic
 
 JORDAN = (3.4445, -4.7750, 2.0315)
 PADE = (15 / 8, -10 / 8, 3 / 8)

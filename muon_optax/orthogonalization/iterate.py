@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from muon_optax.polar.coefficients import Row, Schedule
-from muon_optax.polar.normalize import Map, identity, precondition, scaled
-from muon_optax.polar.symmetric import commuting_product, gram_matrix, product
+from muon_optax.orthogonalization.coefficients import Row, Schedule
+from muon_optax.orthogonalization.normalize import Map, identity, precondition, scaled
+from muon_optax.orthogonalization.symmetric import commuting_product, gram_matrix, product
 
 __all__ = ["ALONE", "GramExchange", "gram", "standard"]
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import jax
 import numpy as np
 
-from muon_optax.polar.coefficients import (
+from muon_optax.orthogonalization.coefficients import (
     EXTENSIBLE,
     SCHEDULES,
     Preconditioning,

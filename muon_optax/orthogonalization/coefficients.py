@@ -67,7 +67,8 @@ class Schedule:
       name: the schedule's name, or ``'custom'``.
       rows: one ``(a, b, c)`` a step.
       restarts: the Gram method recomputes its Gram matrix after these many steps.
-      preconditioning: the norm that the input is divided by, see `muon_optax.polar.normalize`.
+      preconditioning: the norm that the input is divided by, see
+        `muon_optax.orthogonalization.normalize`.
       norm_factor: the norm is multiplied by this.
       source: where the coefficients come from.
 
@@ -292,7 +293,7 @@ SCHEDULES: dict[str, Schedule] = {
                 (2.781278, -2.034970, 0.443312),
                 (2.002742, -1.385618, 0.388799),
             ],
-            "muon_optax.polar.remez.polar_schedule(2e-3, 5)",
+            "muon_optax.orthogonalization.remez.polar_schedule(2e-3, 5)",
             preconditioning="schatten8",
         ),
         make_schedule(
@@ -303,7 +304,7 @@ SCHEDULES: dict[str, Schedule] = {
                 (2.910872, -2.135275, 0.454326),
                 (2.056443, -1.439530, 0.394402),
             ],
-            "muon_optax.polar.remez.polar_schedule(7e-3, 4)",
+            "muon_optax.orthogonalization.remez.polar_schedule(7e-3, 4)",
             preconditioning="schatten8",
         ),
     )

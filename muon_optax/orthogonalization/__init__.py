@@ -1,6 +1,6 @@
 """The mathematics: Newton–Schulz on (..., m, n) arrays, with no pytrees and no mesh."""
 
-from muon_optax.polar.coefficients import (
+from muon_optax.orthogonalization.coefficients import (
     SCHEDULES,
     Preconditioning,
     Row,
@@ -8,10 +8,15 @@ from muon_optax.polar.coefficients import (
     ScheduleName,
     gram_restarts,
 )
-from muon_optax.polar.iterate import GramExchange
-from muon_optax.polar.orthogonalizer import Method, NewtonSchulz, PrecisionName, newton_schulz
-from muon_optax.polar.remez import polar_schedule
-from muon_optax.polar.resolve import Coefficients, resolve_schedule
+from muon_optax.orthogonalization.iterate import GramExchange
+from muon_optax.orthogonalization.orthogonalizer import (
+    Method,
+    NewtonSchulz,
+    PrecisionName,
+    newton_schulz,
+)
+from muon_optax.orthogonalization.remez import polar_schedule
+from muon_optax.orthogonalization.resolve import Coefficients, resolve_schedule
 
 __all__ = [
     "SCHEDULES",

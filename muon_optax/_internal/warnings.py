@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Protocol
 
-from muon_optax.tree_paths import unnumbered
+from muon_optax._internal.tree_paths import unnumbered
 
 __all__ = ["MuonWarning", "about", "warn_about"]
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from oracle import gaussian, log_uniform, singular_values
 
-from muon_optax.polar import newton_schulz, symmetric
-from muon_optax.polar.symmetric import commuting_product, gram_matrix, hermitian_flops
+from muon_optax.orthogonalization import newton_schulz, symmetric
+from muon_optax.orthogonalization.symmetric import commuting_product, gram_matrix, hermitian_flops
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,11 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
+from muon_optax._internal.tree_paths import unnumbered
 from muon_optax.config import find_configs
+from muon_optax.inspect.tables import format_table, rich_table
 from muon_optax.partition import Decision, assign, check_rules, find_warnings
-from muon_optax.tables import format_table, rich_table
 from muon_optax.transforms.shape_scale import Scaling
-from muon_optax.tree_paths import unnumbered
 
 __all__ = ["ParameterReport", "ParameterRow", "report"]
 

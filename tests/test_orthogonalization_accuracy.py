@@ -8,7 +8,7 @@ import oracle
 import pytest
 from oracle import gaussian, log_uniform, relative_error, singular_values, spiked
 
-from muon_optax.polar import SCHEDULES, ScheduleName, newton_schulz, resolve_schedule
+from muon_optax.orthogonalization import SCHEDULES, ScheduleName, newton_schulz, resolve_schedule
 
 M = 96
 HALVES = ("bfloat16", "float16")

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from optax.contrib import MuonDimensionNumbers
 
-from muon_optax.reshaping import reshaped
+from muon_optax._internal.reshaping import reshaped
 
 __all__ = ["BoundView", "MatrixView", "MuonDimensionNumbers", "View", "bind_view", "is_view"]
 

@@ -8,7 +8,7 @@ import oracle
 import pytest
 from optax.contrib._muon import orthogonalize_via_newton_schulz
 
-from muon_optax.polar import (
+from muon_optax.orthogonalization import (
     SCHEDULES,
     NewtonSchulz,
     Preconditioning,

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import adversarial
 from benchmarks.adversarial import ROUNDINGS, bound, own_maximum
-from muon_optax.polar import SCHEDULES, Schedule, resolve_schedule
+from muon_optax.orthogonalization import SCHEDULES, Schedule, resolve_schedule
 
 # As Polar Express publishes it, without a safety factor: a table that a user may give.
 BARE = resolve_schedule(
@@ -39,7 +39,7 @@ def start() -> np.ndarray:
     return np.concatenate(kinds)
 
 
-# Where products round float32, the Gram iteration asks for some that don't: see test_polar_iterate.
+# Where products round float32, the Gram iteration asks for some that don't: see test_orthogonalization_iterate.
 CASES = [(method, rounding) for method in ("standard", "gram") for rounding in ROUNDINGS]
 CASES = [case for case in CASES if case[0] == "standard" or "products" not in case[1]]
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon_optax.tree_paths import Segments, path_name, raise_together, short
+from muon_optax._internal.tree_paths import Segments, path_name, raise_together, short
 
 __all__ = ["check_arrays", "dtype_of", "is_float_leaf", "kind_of"]
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import gaussian, relative_error
 
-from muon_optax.polar import NewtonSchulz, newton_schulz, resolve_schedule
+from muon_optax.orthogonalization import NewtonSchulz, newton_schulz, resolve_schedule
 
 SHAPES = [(5, 9), (9, 5), (7, 7)]
 FUNCTIONS = [

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from muon_optax.polar.coefficients import Preconditioning, Schedule
+from muon_optax.orthogonalization.coefficients import Preconditioning, Schedule
 
 __all__ = ["Map", "identity", "near_one", "precondition", "scaled"]
 
@@ -70,7 +70,7 @@ def precondition(
       'aol'. Where the norm is 0 it is taken as 1.
 
     Example:
-      >>> from muon_optax.polar import resolve_schedule
+      >>> from muon_optax.orthogonalization import resolve_schedule
       >>> gram = jnp.diag(jnp.array([1.0, 3.0]))
       >>> gram, _, scale = precondition(gram, resolve_schedule("jordan"), lambda a: a @ a)
       >>> print(gram.diagonal(), scale)

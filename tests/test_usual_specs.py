@@ -8,7 +8,7 @@ from shown import plan, report
 
 from benchmarks.shapes import LAYOUTS, model_on, plain_views
 from muon_optax import MatrixView, MuonDimensionNumbers
-from muon_optax.layouts import usual_specs
+from muon_optax.sharding.usual_specs import usual_specs
 
 
 def struct(*shape: int) -> jax.ShapeDtypeStruct:

@@ -11,9 +11,9 @@ import optax
 from jax.core import Tracer
 
 from muon_optax.config import find_configs
-from muon_optax.matrix_view import BoundView
 from muon_optax.partition import Decision, assign
-from muon_optax.sharding.auto import partitioned
+from muon_optax.sharding.partitioned import partitioned
+from muon_optax.views.matrix_view import BoundView
 
 __all__ = ["UpdateStats", "update_stats"]
 

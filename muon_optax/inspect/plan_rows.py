@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from muon_optax._internal.tree_paths import leaves_with_segments, path_name, raise_together
 from muon_optax.config import MuonConfig
+from muon_optax.inspect.tables import quantity
 from muon_optax.partition import Assignment, assign, check_rules
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.declared import Axes, bare_spec, declared_specs, mesh_of
@@ -22,9 +24,7 @@ from muon_optax.sharding.reductions import reduced_axes, summed
 from muon_optax.sharding.resharding import moved_axes, resharding_bytes, summing_bytes
 from muon_optax.sharding.runtime.orthogonalizer import loop_turns
 from muon_optax.sharding.specs import Layout, read_layout
-from muon_optax.tables import quantity
 from muon_optax.transforms.binding import bound_leaves
-from muon_optax.tree_paths import leaves_with_segments, path_name, raise_together
 
 __all__ = ["PlanRow", "plan_rows"]
 
