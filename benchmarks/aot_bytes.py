@@ -14,7 +14,7 @@ and the gradients are made in the step, as a backward pass makes them, so that t
 used again. The workspace is what a device needs beyond parameters, state and gradients.
 The bytes are read from the optimised program, and set against the formulas of the strategies that
 the plan chose, and of those with the fewest bytes. The fastest plan need not be the one with the
-fewest: replicas lie on slower networks. `optax.contrib.muon` is measured beside, on the same mesh
+fewest: replicas are on slower networks. `optax.contrib.muon` is measured beside, on the same mesh
 with Auto axes (it raises on Explicit ones).
 """
 
@@ -85,8 +85,8 @@ def compile_step(
             device=device,
         )
     shapes = jax.eval_shape(tx.init, model.params)
-    lies = like_params(shapes, where)
-    state = placed(shapes, lies)
+    shardings = like_params(shapes, where)
+    state = placed(shapes, shardings)
     params = placed(model.params, where)
 
     def step(params, sources, state):
@@ -95,7 +95,7 @@ def compile_step(
         return optax.apply_updates(params, updates), state
 
     start = time.perf_counter()
-    jitted = jax.jit(step, out_shardings=(where, lies), donate_argnums=(0, 2))
+    jitted = jax.jit(step, out_shardings=(where, shardings), donate_argnums=(0, 2))
     compiled = jitted.lower(params, params, state).compile()
     return compiled, time.perf_counter() - start
 

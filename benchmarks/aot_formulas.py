@@ -28,7 +28,7 @@ ITEMSIZE, RESTARTS = 2, 1
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Matrices of one shape that lie in one way.
+    """Matrices of one shape and one sharding.
 
     Attributes:
       fan_in, fan_out: sizes of a matrix, a fused one as it is exchanged.
@@ -106,7 +106,7 @@ def chosen_bytes(promised: Plan, model: ModelOnMesh) -> float:
 def fewest_bytes(model: ModelOnMesh) -> float:
     """The formulas' bytes of the strategies with the fewest.
 
-    All matrices of a kind go together, with those that lie across them where that sends less.
+    All matrices of a kind go together, with those of the transposed sharding where that sends less.
     """
     groups: dict[frozenset, dict[Kind, int]] = collections.defaultdict(collections.Counter)
     for _, kind, count, _ in _of(model):
@@ -139,7 +139,7 @@ def largest_bytes(model: ModelOnMesh) -> int:
 def _of(model: ModelOnMesh) -> Iterator[tuple[str, Kind, int, int]]:
     """(path, kind, matrices in a group, groups) of each leaf that Muon gets.
 
-    A stack that is sharded over its layers or experts lies in groups of devices.
+    A stack that is sharded over its layers or experts is in groups of devices.
     """
     specs = jax.tree.leaves(model.specs)
     views = jax.tree.leaves(model.views, is_leaf=lambda x: x is None or is_view(x))

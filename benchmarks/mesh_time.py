@@ -29,7 +29,7 @@ from muon_optax import muon
 
 DEVICES = 8
 COUNT, SHAPE = 8, (256, 1024)
-# The mesh, and how every matrix lies on it.
+# The mesh, and how every matrix is sharded.
 LAYOUTS: dict[str, tuple[dict[str, int], tuple[Any, Any]]] = {
     "FSDP rows": ({"fsdp": 8}, ("fsdp", None)),
     "FSDP columns": ({"fsdp": 8}, (None, "fsdp")),
@@ -52,13 +52,13 @@ def update_of(name: str, layout: str) -> tuple[Callable[[], Any], int]:
     sizes, spec = LAYOUTS[layout]
     is_theirs = name.startswith(OPTAX)
     mesh = _mesh(sizes, AxisType.Auto if is_theirs else AxisType.Explicit)
-    lies = NamedSharding(mesh, PartitionSpec(*spec))
+    rows = NamedSharding(mesh, PartitionSpec(*spec))
     keys = jax.random.split(jax.random.key(0), COUNT)
-    grads = {f"w{i}": jax.device_put(jax.random.normal(k, SHAPE), lies) for i, k in enumerate(keys)}
+    grads = {f"w{i}": jax.device_put(jax.random.normal(k, SHAPE), rows) for i, k in enumerate(keys)}
     tx = CONTESTANTS[name]()
     state = jax.jit(tx.init)(grads)
-    if is_theirs:  # which doesn't see to where the momentum lies
-        state = jax.device_put(state, like_params(state, dict.fromkeys(grads, lies)))
+    if is_theirs:  # which doesn't see to how the momentum is sharded
+        state = jax.device_put(state, like_params(state, dict.fromkeys(grads, rows)))
     program = jax.jit(tx.update).lower(grads, state, grads).compile()
     received = read_program(program).received
     return lambda: jax.block_until_ready(program(grads, state, grads)), received
@@ -83,8 +83,8 @@ def measure(layout: str, rounds: int) -> dict[str, Any]:
 
 def raises_on_explicit() -> str:
     """What optax says on an Explicit mesh."""
-    lies = NamedSharding(_mesh({"fsdp": DEVICES}, AxisType.Explicit), PartitionSpec("fsdp", None))
-    grads = {"w": jax.device_put(jnp.ones(SHAPE), lies)}
+    rows = NamedSharding(_mesh({"fsdp": DEVICES}, AxisType.Explicit), PartitionSpec("fsdp", None))
+    grads = {"w": jax.device_put(jnp.ones(SHAPE), rows)}
     tx = optax.contrib.muon(1.0)
     try:
         jax.jit(tx.update)(grads, tx.init(grads), grads)

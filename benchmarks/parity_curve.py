@@ -56,14 +56,14 @@ def jax_losses(case: Case, muon: set[str], first: dict[str, Any]) -> list[float]
 
     mesh = jax.make_mesh((DEVICES,), ("fsdp",), axis_types=(AxisType.Auto,))
     params = from_state_dict(first, like_of(first, mesh))
-    lies = jax.tree.map(lambda p: p.sharding, params)
+    rows = jax.tree.map(lambda p: p.sharding, params)
     options: dict[str, Any] = {"ns_dtype": None} if case.optimizer == "reference" else {}
     tx = recipes.torch_muon(
         case.learning_rate,
         weight_decay=case.weight_decay,
         adam_weight_decay=case.weight_decay,
         partition=lambda tree: labels_of(tree, muon),
-        param_shardings=lies,
+        param_shardings=rows,
         **options,
     )
     state = jax.jit(tx.init)(params)
@@ -83,7 +83,7 @@ def jax_losses(case: Case, muon: set[str], first: dict[str, Any]) -> list[float]
 
 
 def like_of(tensors: dict[str, Any], mesh: jax.sharding.Mesh) -> Any:
-    """Shapes and shardings of the Flax tree: torch's rows over the devices where they divide."""
+    """Shapes and rows of the Flax tree: torch's rows over the devices where they divide."""
     names = {"embed_tokens.weight": "embedding", "norm.weight": "scale"}
     like: dict[str, Any] = {}
     for key, tensor in tensors.items():
@@ -92,8 +92,8 @@ def like_of(tensors: dict[str, Any], mesh: jax.sharding.Mesh) -> Any:
         shape = tuple(tensor.shape)[:: -1 if name == "kernel" else 1]
         rows = 1 if name == "kernel" else 0
         dims = [None if i != rows or n % DEVICES else "fsdp" for i, n in enumerate(shape)]
-        lies = NamedSharding(mesh, PartitionSpec(*dims))
-        like.setdefault(layer, {})[name] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=lies)
+        rows = NamedSharding(mesh, PartitionSpec(*dims))
+        like.setdefault(layer, {})[name] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)
     return like
 
 

@@ -30,7 +30,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class MeshLayout:
-    """A kind of mesh, and how matrices lie on it.
+    """A kind of mesh, and how matrices are sharded on it.
 
     Attributes:
       axes: names of its axes, the last within a host.
@@ -105,7 +105,7 @@ def gpt2_layers(count: int, width: int = 768) -> dict[str, tuple[int, int]]:
 
 
 def like_params(state: Any, where: Any) -> Any:
-    """Where a state lies: each moment like its parameter, whose path its own ends with."""
+    """How a state is sharded: each moment like its parameter, whose path its own ends with."""
     flat = jax.tree_util.tree_leaves_with_path(where)
     whole = NamedSharding(flat[0][1].mesh, PartitionSpec())
 

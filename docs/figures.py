@@ -56,7 +56,7 @@ def all_to_all() -> Figure:
     """Pieces of four matrices on four devices, before, between and after the two exchanges."""
     figure = Figure(figsize=(9, 2.8), layout="constrained")
     axes = figure.subplots(1, 3)
-    titles = ("as they lie", "whole on one device each:\nNewton–Schulz", "back as they lay")
+    titles = ("sharded", "whole on one device each:\nNewton–Schulz", "sharded again")
     for i, (part, title) in enumerate(zip(axes, titles, strict=True)):
         for device in range(4):
             for place in range(4):

@@ -1,8 +1,8 @@
 """Layers in a stack under `lax.scan`, on a mesh of FSDP x tensor parallelism, in plain JAX.
 
-The mesh has Explicit axes, so the optimizer sees how every weight lies and needs to be told only
-that the first axis of a stack counts layers. Run it with `python examples/scanned_layers.py`; on
-CPU it makes the 8 devices itself.
+The mesh has Explicit axes, so the optimizer sees how every weight is sharded and needs to be told
+only that the first axis of a stack counts layers. Run it with `python examples/scanned_layers.py`;
+on CPU it makes the 8 devices itself.
 """
 
 import jax

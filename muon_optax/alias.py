@@ -22,7 +22,7 @@ from muon_optax.partition import Partition, Views
 from muon_optax.partition.dispatch import dispatch
 from muon_optax.sharding.execution import ExecutionOptions, StrategyRules
 from muon_optax.sharding.options import ShardingOptions
-from muon_optax.sharding.placement import in_its_place
+from muon_optax.sharding.placement import keeping_placement
 from muon_optax.sharding.planning.device_models import DeviceModel
 from muon_optax.sharding.runtime.orthogonalizer import OrthogonalizeFunction, make_orthogonalizer
 from muon_optax.transforms.direction import Direction
@@ -42,7 +42,7 @@ from muon_optax.transforms.weight_decay import (
     decayed_weights,
     may_decay,
 )
-from muon_optax.transforms.wrappers import in_float32, in_parameter_layout, widened
+from muon_optax.transforms.wrappers import in_float32, sharded_like_parameters, widened
 
 __all__ = ["WeightDecayKind", "muon"]
 
@@ -258,7 +258,7 @@ def muon(
         eps_root=adam_eps_root,
         nesterov=nesterov if adam_nesterov is None else adam_nesterov,
     )
-    return in_its_place(dispatch(of_muon, of_adam, config))
+    return keeping_placement(dispatch(of_muon, of_adam, config))
 
 
 # The order in which updates pass the stages of Muon's step, for each kind of weight decay. A slot
@@ -336,7 +336,7 @@ def _adamw_step(
         return bound_transformation(in_order(stages, tuple(stages)), [])
 
     # Only init knows the dtype, which `in_float32` then keeps: optax would cast a complex moment.
-    init, update = in_parameter_layout(chain(mu_dtype)).init, chain(None).update
+    init, update = sharded_like_parameters(chain(mu_dtype)).init, chain(None).update
 
     def update_wide(updates, state, params=None):
         return update(updates, widened(state), params)

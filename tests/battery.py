@@ -49,7 +49,7 @@ class Place:
 
     @property
     def where(self) -> Any:
-        """Where each leaf lies."""
+        """How each leaf is sharded."""
         if self.name == "one":
             one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
             return jax.tree.map(lambda _: one, PARAMS)
@@ -58,7 +58,7 @@ class Place:
 
     @property
     def declared(self) -> dict[str, Any]:
-        """What `muon` must be told: on Auto meshes, how the parameters lie."""
+        """What `muon` must be told: on Auto meshes, how the parameters are sharded."""
         return {"param_shardings": self.where} if self.name == "auto" else {}
 
     def put(self, tree: Any) -> Any:
@@ -104,11 +104,11 @@ def _leaves(tree: Any) -> list[tuple[str, Any]]:
 
 
 def assert_right(place: Place, got: Sequence[Any], want: Sequence[Any], bound=1e-5) -> None:
-    """The updates of each step, their values and where they lie."""
+    """The updates of each step, their values and their shardings."""
     assert len(got) == len(want)
     for g, w in zip(got, want, strict=True):
         assert_close(g, w, bound)
-        jax.tree.map(sharded.assert_lies, g, place.where)
+        jax.tree.map(sharded.assert_sharded, g, place.where)
 
 
 def momentum(state: Any) -> Any:

@@ -26,7 +26,7 @@ STACK = MuonDimensionNumbers(1, 2)
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A leaf of matrices, and how it lies on a mesh."""
+    """A leaf of matrices, and how it is sharded."""
 
     shape: tuple[int, ...]
     spec: P
@@ -120,12 +120,12 @@ def worst_error(leaf: Leaf, got: Any, want: Sequence[np.ndarray]) -> float:
     return max(reference.relative_error(g, w) for g, w in zip(blocks, want, strict=True))
 
 
-def assert_lies(x: Any, sharding: NamedSharding) -> None:
+def assert_sharded(x: Any, sharding: NamedSharding) -> None:
     assert x.sharding.is_equivalent_to(sharding, x.ndim), f"{x.sharding} is not {sharding}"
 
 
 def check(leaves: Leaves, mesh: Mesh, **options: Any) -> None:
-    """The first update on a mesh is that of whole matrices, and all of it stays where it lies."""
+    """The first update on a mesh is that of whole matrices, and keeps the shardings."""
     where, grads = shardings(leaves, mesh), gradients(leaves)
     tx = scale_by_muon(FAST, weight_dimension_numbers=views(leaves), **options)
     placed = jax.device_put(grads, where)
@@ -136,7 +136,7 @@ def check(leaves: Leaves, mesh: Mesh, **options: Any) -> None:
     assert max(errors.values()) <= 1e-5, errors
     for name, sharding in where.items():
         for x in (updates[name], start.mu[name], state.mu[name]):
-            assert_lies(x, sharding)
+            assert_sharded(x, sharding)
 
 
 def compile_update(leaves: Leaves, mesh: Mesh, dtype: str = "float32", **options: Any) -> Any:
@@ -147,14 +147,14 @@ def compile_update(leaves: Leaves, mesh: Mesh, dtype: str = "float32", **options
 
 
 def lower(tx: Any, shapes: Mapping[str, Any], where: Mapping[str, Any], dtype: str) -> Any:
-    """Lowers an update whose results lie like the parameters."""
+    """Lowers an update whose results are sharded like the parameters."""
     params = {
         name: jax.ShapeDtypeStruct(shape, dtype, sharding=where[name])
         for name, shape in shapes.items()
     }
     state = jax.eval_shape(tx.init, params)
-    lies = state_shardings(tx, params, where)
+    shardings = state_shardings(tx, params, where)
     state = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, lies
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings
     )
-    return jit(tx.update, out_shardings=(dict(where), lies)).lower(params, state, params)
+    return jit(tx.update, out_shardings=(dict(where), shardings)).lower(params, state, params)

@@ -115,7 +115,7 @@ def test_a_run_goes_on_where_it_was_saved_and_on_other_meshes(kind, tmp_path):
         assert_same(found, {"params": half[0], "state": half[1]})
         params, state = train(stepper(tx), found["params"], found["state"], range(2, 4))
         for name, sharding in where.items():
-            sharded.assert_lies(params[name], sharding)
+            sharded.assert_sharded(params[name], sharding)
         for x, y in zip(jax.tree.leaves((params, state)), jax.tree.leaves(want), strict=True):
             exact = where is layouts[0]
             assert np.array_equal(x, y) if exact else reference.relative_error(x, y) <= 1e-5
@@ -317,5 +317,5 @@ def test_the_pages_snippet_reads_what_it_saved():
     names: dict[str, Any] = {}
     exec(compile(snippet, "multiprocess.md", "exec"), names)
     assert_same(names["restored"], {"params": names["params"], "state": names["state"]})
-    for name, sharding in names["lies"].items():
-        sharded.assert_lies(names["restored"]["params"][name], sharding)
+    for name, sharding in names["shardings"].items():
+        sharded.assert_sharded(names["restored"]["params"][name], sharding)

@@ -51,7 +51,7 @@ def test_a_scan_carry(place):
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(place.put, GRADS))
     (last, _), updates = sharded.jit(train)(place.put(PARAMS), stacked)
     assert_close(updates, jax.tree.map(lambda *x: np.stack(x), *plain()))
-    jax.tree.map(sharded.assert_lies, last, place.where)
+    jax.tree.map(sharded.assert_sharded, last, place.where)
 
 
 @everywhere
@@ -148,7 +148,7 @@ def test_vmap_over_members(place):
     updates, _ = sharded.jit(jax.vmap(tx.update))(grads, state, params)
     for i, want in enumerate((plain()[0], update_of_the_other())):
         assert_close(jax.tree.map(lambda x, i=i: x[i], updates), want)
-    jax.tree.map(sharded.assert_lies, updates, where)
+    jax.tree.map(sharded.assert_sharded, updates, where)
 
 
 @everywhere
@@ -252,7 +252,7 @@ def kinds(tree: Any) -> set[str]:
 
 
 def steps(place: Place, tx: Any, params: Any, state: Any) -> list[Any]:
-    """Two updates of parameters that lie in host memory or not; types stay."""
+    """Two updates of parameters in host memory or not; types stay."""
     updates, step = [], sharded.jit(tx.update)
     for grad in GRADS:
         new, after = step(place.put(grad), state, params)

@@ -48,7 +48,7 @@ def test_nnx_optimizer(place):
     optimizer = nnx.Optimizer(model, place.muon(), wrt=nnx.Param)
     optimizer.update(model, nnx.state(Part(place.put(GRADS[0])), nnx.Param))
     assert_close(of_nnx(model), apply_updates(PARAMS, plain()[0]))
-    jax.tree.map(sharded.assert_lies, of_nnx(model), place.where)
+    jax.tree.map(sharded.assert_sharded, of_nnx(model), place.where)
 
 
 @everywhere
@@ -64,7 +64,7 @@ def test_nnx_jit(place):
     for grad in GRADS:
         step(model, optimizer, place.put(grad))
     assert_close(of_nnx(model), last())
-    jax.tree.map(sharded.assert_lies, of_nnx(model), place.where)
+    jax.tree.map(sharded.assert_sharded, of_nnx(model), place.where)
 
 
 @everywhere
@@ -80,7 +80,7 @@ def test_linen_train_state(place):
         train = step(train, place.put(grad))
     assert int(train.step) == len(GRADS)
     assert_close(train.params, last())
-    jax.tree.map(sharded.assert_lies, train.params, place.where)
+    jax.tree.map(sharded.assert_sharded, train.params, place.where)
 
 
 def boxed(tree: Any) -> Any:
@@ -148,7 +148,7 @@ def test_equinox(place):
         model, state = step(model, state, place.put(grad))
     assert (model.mlp.activation, model.embed.calls) == (jax.nn.relu, 0)
     assert_close(arrays(model), last())
-    jax.tree.map(sharded.assert_lies, arrays(model), place.where)
+    jax.tree.map(sharded.assert_sharded, arrays(model), place.where)
 
 
 def test_equinox_layers_are_out_by_in():

@@ -250,7 +250,7 @@ def test_tree_map_params_with_the_parameters_and_with_specs(place, options):
     assert jax.tree.structure(summed) == jax.tree.structure(state)
     kernel = momentum(summed)["mlp"]["kernel"]
     np.testing.assert_array_equal(kernel, PARAMS["mlp"]["kernel"])
-    sharded.assert_lies(kernel, place.where["mlp"]["kernel"])
+    sharded.assert_sharded(kernel, place.where["mlp"]["kernel"])
     specs: Any = optax.tree_map_params(
         tx,
         lambda m, spec: spec,

@@ -147,10 +147,10 @@ def test_linear_layers_compute_the_same():
 
 def test_parameters_lie_where_the_likes_lie():
     mesh = jax.make_mesh((2,), ("fsdp",))
-    lies = NamedSharding(mesh, PartitionSpec("fsdp"))
-    like = {"kernel": jax.ShapeDtypeStruct((4, 6), jnp.float32, sharding=lies)}
+    shardings = NamedSharding(mesh, PartitionSpec("fsdp"))
+    like = {"kernel": jax.ShapeDtypeStruct((4, 6), jnp.float32, sharding=shardings)}
     params = interop.from_state_dict(torch.nn.Linear(4, 6, bias=False).state_dict(), like)
-    assert params["kernel"].sharding == lies
+    assert params["kernel"].sharding == shardings
 
 
 def test_trees_of_torchs_own_names_need_no_rules():

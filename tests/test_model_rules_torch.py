@@ -164,7 +164,7 @@ def test_conv1d_of_transformers(monkeypatch):
 
 
 def test_experts_of_transformers():
-    """Stacks of experts say whether they are transposed and how gate and up lie."""
+    """Stacks of experts say whether they are transposed and how gate and up are ordered."""
 
     class Experts(nn.Module):
         def __init__(self, is_transposed: bool, is_concatenated: bool):

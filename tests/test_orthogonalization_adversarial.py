@@ -39,7 +39,8 @@ def start() -> np.ndarray:
     return np.concatenate(kinds)
 
 
-# Where products round float32, the Gram iteration asks for some that don't: see test_orthogonalization_iterate.
+# Where matmuls round float32, the Gram iteration asks for some that don't: see
+# test_orthogonalization_iterate.
 CASES = [(method, rounding) for method in ("standard", "gram") for rounding in ROUNDINGS]
 CASES = [case for case in CASES if case[0] == "standard" or "products" not in case[1]]
 

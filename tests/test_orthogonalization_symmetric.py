@@ -5,7 +5,7 @@ import pytest
 from oracle import gaussian, log_uniform, singular_values
 
 from muon_optax.orthogonalization import newton_schulz, symmetric
-from muon_optax.orthogonalization.symmetric import commuting_product, gram_matrix, hermitian_flops
+from muon_optax.orthogonalization.symmetric import commuting_matmul, gram_matrix, hermitian_flops
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def test_commuting_product(m, dtype):
     x = x @ x.conj().swapaxes(-1, -2)
     y = 2 * x - x @ x
     for first, second in ((x, x), (x, y), (y, x)):
-        result = np.asarray(jax.jit(commuting_product)(first, second))
+        result = np.asarray(jax.jit(commuting_matmul)(first, second))
         expected = wide(first) @ wide(second)
         np.testing.assert_allclose(result, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
 
@@ -63,7 +63,7 @@ def test_commuting_product(m, dtype):
 def test_a_halved_product_is_hermitian_to_the_last_bit():
     x = entries((24, 24), jnp.complex64)
     x = x @ x.conj().T
-    result = np.asarray(commuting_product(jnp.asarray(x), jnp.asarray(x @ x)))
+    result = np.asarray(commuting_matmul(jnp.asarray(x), jnp.asarray(x @ x)))
     np.testing.assert_array_equal(result, result.conj().T)
 
 

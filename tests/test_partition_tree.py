@@ -1,4 +1,4 @@
-"""Leaves and what lies beside them: biases, repeated layers, and the order of axes."""
+"""Leaves and the leaves beside them: biases, repeated layers, and the order of axes."""
 
 import pytest
 

@@ -165,23 +165,23 @@ def test_states_are_born_where_they_belong(kind):
     mesh = sharded.make_mesh({"a": 2, "b": 4}, kind)
     where = {name: jax.NamedSharding(mesh, spec) for name, spec in SPECS.items()}
     params, tx = jax.device_put(arrays(0), where), stateful(where)
-    lies = state_shardings(tx, params, where)
-    assert {str(x.spec) for x in jax.tree.leaves(lies[0].nu)} == {"P(None, 'b')"}
-    meshes.check_shardings(tx.init(params), lies)
-    meshes.check_shardings(sharded.jit(tx.init)(params), lies)
+    shardings = state_shardings(tx, params, where)
+    assert {str(x.spec) for x in jax.tree.leaves(shardings[0].nu)} == {"P(None, 'b')"}
+    meshes.check_shardings(tx.init(params), shardings)
+    meshes.check_shardings(sharded.jit(tx.init)(params), shardings)
     with jax.set_mesh(mesh):
-        meshes.check_shardings(sharded.jit(tx.init)(params), lies)
+        meshes.check_shardings(sharded.jit(tx.init)(params), shardings)
 
 
 def test_states_of_offloaded_parameters_are_offloaded():
     mesh = sharded.make_mesh({"a": 2, "b": 4})
     where = {k: jax.NamedSharding(mesh, s, memory_kind="pinned_host") for k, s in SPECS.items()}
     params, tx = jax.device_put(arrays(0), where), stateful(where)
-    lies = state_shardings(tx, params, where)
+    shardings = state_shardings(tx, params, where)
     state = sharded.jit(tx.init)(params)
     kinds = lambda tree: [x.memory_kind for x in jax.tree.leaves(tree)]  # noqa: E731
     got = kinds(jax.tree.map(lambda x: x.sharding, state))
-    assert got.count("pinned_host") == kinds(lies).count("pinned_host") > 0
+    assert got.count("pinned_host") == kinds(shardings).count("pinned_host") > 0
     updates, new = sharded.jit(tx.update)(params, state, params)
     assert kinds(jax.tree.map(lambda x: x.sharding, new)) == got
     assert set(kinds(jax.tree.map(lambda x: x.sharding, updates))) == {"pinned_host"}
@@ -280,7 +280,7 @@ def test_the_same_under_zero_1(kind):
     for t, grad in enumerate(grads):
         updates, state = update(jax.device_put(grad, where), state, params)
         for name, x in updates.items():
-            sharded.assert_lies(x, where[name])
+            sharded.assert_sharded(x, where[name])
             np.testing.assert_allclose(x, want[t][name], rtol=1e-5, atol=1e-6)
         params = optax.apply_updates(params, updates)
     assert len(traces) == 1
@@ -297,7 +297,7 @@ SENT = {
 @pytest.mark.parametrize("kind", ["explicit", "auto", "manual"])
 @pytest.mark.parametrize("spec", SENT)
 def test_all_leaves_share_one_all_reduce(spec, kind):
-    """One for a piece, whatever the leaves; one for each side where moments lie along one."""
+    """One for a piece, whatever the leaves; one for each side where moments are along one."""
     mesh = sharded.make_mesh({"a": 2, "b": 4}, meshes.KINDS[kind])
     shapes = {"x": (16, 32), "y": (16, 32), "z": (32, 16)}
     where = {name: jax.NamedSharding(mesh, spec) for name in shapes}
@@ -317,15 +317,15 @@ def compiled(tx: Any, shapes: Any, where: Any, kind: str) -> Any:
     """The update, compiled from shapes."""
     structs = lambda x, s: jax.ShapeDtypeStruct(x.shape, "float32", sharding=s)  # noqa: E731
     params = {k: jax.ShapeDtypeStruct(s, "float32", sharding=where[k]) for k, s in shapes.items()}
-    lies = state_shardings(tx, params, where)
-    state = jax.tree.map(structs, jax.eval_shape(tx.init, params), lies)
+    shardings = state_shardings(tx, params, where)
+    state = jax.tree.map(structs, jax.eval_shape(tx.init, params), shardings)
     update = tx.update
     if kind == "manual":
-        specs, of_state = (jax.tree.map(lambda s: s.spec, tree) for tree in (where, lies))
+        specs, of_state = (jax.tree.map(lambda s: s.spec, tree) for tree in (where, shardings))
         mesh = next(iter(where.values())).mesh
         ins = (specs, of_state, specs)
         update = jax.shard_map(update, mesh=mesh, in_specs=ins, out_specs=(specs, of_state))
-    jitted = sharded.jit(update, out_shardings=(where, lies))
+    jitted = sharded.jit(update, out_shardings=(where, shardings))
     return jitted.lower(params, state, params).compile()
 
 

@@ -1,4 +1,4 @@
-"""The pipeline: its rounds in the program, its results in place, and matrices that lie across."""
+"""The pipeline: rounds in the program, results in place, transposed shardings."""
 
 import itertools
 import re
@@ -94,7 +94,7 @@ def test_results_that_end_elsewhere_have_a_place_of_their_own(dtype):
     placed = jax.device_put(grads, home)
     updates, _ = sharded.jit(tx.update)(placed, sharded.jit(tx.init)(placed))
     for name, want in sharded.answers(leaves, grads).items():
-        sharded.assert_lies(updates[name], home)
+        sharded.assert_sharded(updates[name], home)
         bar = 1e-5 if dtype == "float32" else 4e-2
         assert sharded.worst_error(leaves[name], updates[name], want) <= bar
 

@@ -169,7 +169,7 @@ def test_the_same_on_meshes(kind):
     placed = jax.device_put((params, zeros), (where, where))
     new, updates = sharded.jit(clip)(*placed, replicated)
     for name in params:
-        sharded.assert_lies(new[name], where[name])
+        sharded.assert_sharded(new[name], where[name])
         np.testing.assert_allclose(new[name], want[name], rtol=1e-6)
         np.testing.assert_allclose(params[name] + updates[name], want[name], rtol=1e-5, atol=1e-6)
 

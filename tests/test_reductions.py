@@ -18,7 +18,7 @@ from shown import plan
 
 from muon_optax import muon, scale_by_momentum, scale_by_muon, state_shardings
 from muon_optax.sharding.declared import declared_specs
-from muon_optax.sharding.specs import read_layout
+from muon_optax.sharding.specs import read_sharding
 
 SPECS = {"up": P(None, "model"), "embed": P("model")}
 RATE, DECAY = 0.1, 0.01
@@ -97,7 +97,7 @@ def test_what_is_declared_may_have_a_reduced_type():
         NamedSharding(mesh(), P("model")),
         NamedSharding(mesh(), P(None, "model")),
     ]
-    layout = read_layout(params["up"])
+    layout = read_sharding(params["up"])
     assert (layout.spec, layout.free) == (((), ("model",)), ("data",))
     assert plan(params, params).bytes == plan(params).bytes
 

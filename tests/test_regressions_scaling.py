@@ -68,7 +68,7 @@ def test_a_kernel_and_its_transpose_get_the_same_step():
     assert reference.relative_error(got["jax"], -0.2 * reference.newton_schulz(x)) <= 1e-5
 
 
-# A convolution's factor read from its window or from the tensor as it lies.
+# A convolution's factor read from its window or from the tensor's order of axes.
 # https://github.com/KellerJordan/Muon/issues/63 https://github.com/MoonshotAI/Moonlight/issues/31
 # https://github.com/huggingface/pytorch-image-models/issues/2791
 # https://github.com/ultralytics/ultralytics/issues/25846

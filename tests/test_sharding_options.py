@@ -60,7 +60,7 @@ def test_a_function_of_the_whole_tree_says_how_parameters_are_sharded():
     assert seen == [jax.tree.map(jnp.shape, params)] * 2  # at init, and at the trace
     want = reference.muon(params["mlp"]["up"], [params["mlp"]["up"]], learning_rate=0.1, rows=FAST)
     assert reference.relative_error(updates["mlp"]["up"], want[0]) <= 1e-5
-    sharded.assert_lies(updates["mlp"]["up"], NamedSharding(mesh(), ROWS))
+    sharded.assert_sharded(updates["mlp"]["up"], NamedSharding(mesh(), ROWS))
 
 
 def test_a_function_gets_the_gradients_where_there_are_no_parameters():
@@ -68,7 +68,7 @@ def test_a_function_gets_the_gradients_where_there_are_no_parameters():
     tx: Any = muon(0.1, FAST, param_shardings=by_rank)
     step = sharded.jit(lambda g, s: tx.update(g, s))
     without, _ = step(params, tx.init(params))
-    sharded.assert_lies(without["mlp"]["up"], NamedSharding(mesh(), ROWS))
+    sharded.assert_sharded(without["mlp"]["up"], NamedSharding(mesh(), ROWS))
 
 
 @pytest.mark.parametrize("make", [scale_by_muon, orthogonalize])
@@ -84,7 +84,7 @@ def test_the_momentums_shardings_may_be_a_function():
     tx: Any = muon(0.1, FAST, mu_shardings=by_rank)
     state = tx.init(whole)
     (mu,) = jax.tree.leaves(state.inner_states["muon"].inner_state[0].mu)
-    sharded.assert_lies(mu, NamedSharding(mesh("explicit"), ROWS))
+    sharded.assert_sharded(mu, NamedSharding(mesh("explicit"), ROWS))
     found = state_shardings(tx, whole, mu_shardings=by_rank).inner_states["muon"].inner_state[0]
     assert jax.tree.leaves(found.mu) == [NamedSharding(mesh("explicit"), ROWS)]
 
@@ -170,7 +170,7 @@ def check_update(tx: Any, params: Any) -> None:
         if grad.ndim == 2:
             want = reference.muon(grad, [grad], learning_rate=0.1, rows=FAST)[0]
             assert reference.relative_error(got, want) <= 1e-5
-            sharded.assert_lies(got, NamedSharding(mesh(), ROWS))
+            sharded.assert_sharded(got, NamedSharding(mesh(), ROWS))
 
 
 def test_linens_boxes_say_how_parameters_are_sharded():
@@ -270,7 +270,7 @@ def test_nnx_optimizer_gives_update_bare_arrays_of_which_init_saw_the_variables(
         grad = step(model, optimizer, jnp.ones((8, 16)))
     want = reference.muon(before, [grad], learning_rate=0.1, rows=FAST)[0]
     assert reference.relative_error(model.up.kernel[...] - before, want) <= 1e-4
-    sharded.assert_lies(model.up.kernel[...], NamedSharding(mesh(), ROWS))
+    sharded.assert_sharded(model.up.kernel[...], NamedSharding(mesh(), ROWS))
 
 
 def abstract_linen() -> Any:
@@ -293,7 +293,7 @@ def test_metadata_tells_where_the_state_of_abstract_parameters_is_to_be(make):
         )
     for x, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True):
         assert sharding == NamedSharding(mesh(), P("f", None) if x.ndim == 2 else P())
-        sharded.assert_lies(x, sharding)
+        sharded.assert_sharded(x, sharding)
     assert strategies == {"gather"}
 
 
@@ -303,7 +303,7 @@ def test_concrete_arrays_count_for_more_than_metadata():
     tx = optax.trace(0.9)
     assert jax.tree.leaves(state_shardings(tx, params)) == [columns]
     updates: Any = muon(0.1, FAST).update(params, muon(0.1).init(params), params)[0]
-    sharded.assert_lies(updates["w"].value, columns)
+    sharded.assert_sharded(updates["w"].value, columns)
 
 
 def test_without_a_mesh_metadata_means_nothing():

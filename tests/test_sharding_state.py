@@ -1,4 +1,4 @@
-"""Where the optimizer's state is born, lies, and is moved to."""
+"""Where the optimizer's state is born, shardings, and is moved to."""
 
 import contextlib
 from typing import Any
@@ -59,7 +59,7 @@ def test_every_moment_is_born_where_its_parameter_lies(kind, declared, with_cont
     found = moments(state)
     assert sorted(name for name, _ in found) == ["bias", "bias", "embedding", "embedding", "kernel"]
     for name, x in found:
-        sharded.assert_lies(x, where[name])
+        sharded.assert_sharded(x, where[name])
         assert not np.asarray(x).any()
 
 
@@ -70,7 +70,7 @@ def test_every_moment_stays_where_its_parameter_lies(kind):
     updates, state = sharded.jit(tx.update)(params, sharded.jit(tx.init)(params), params)
     assert len(moments(state)) == 5
     for name, x in (*moments(state), *updates.items()):
-        sharded.assert_lies(x, where[name])
+        sharded.assert_sharded(x, where[name])
 
 
 @pytest.mark.parametrize("mu_dtype", [None, "bfloat16"])
@@ -179,11 +179,11 @@ def test_state_shardings_is_where_the_state_lies(kind, name):
     found = state_shardings(tx, params)
     state = jax.jit(tx.init, out_shardings=found)(params)
     for x, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True):
-        sharded.assert_lies(x, sharding)
+        sharded.assert_sharded(x, sharding)
         assert x.ndim or sharding.is_fully_replicated
     assert len(moments(state)) >= 5
     for leaf, x in moments(state):
-        sharded.assert_lies(x, where[leaf])
+        sharded.assert_sharded(x, where[leaf])
 
 
 @pytest.mark.parametrize("name", ["chain", "injected"])  # optax puts MultiSteps's sums elsewhere
@@ -195,7 +195,7 @@ def test_state_shardings_is_where_init_puts_the_state(kind, name):
     assert jax.tree.structure(state) == jax.tree.structure(found)
     for x, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True):
         if x.ndim:
-            sharded.assert_lies(x, sharding)
+            sharded.assert_sharded(x, sharding)
 
 
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
@@ -216,7 +216,7 @@ def test_state_shardings_of_abstract_parameters_can_hold_arrays(kind):
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(tx.init, abstract))
     restored = jax.device_put(zeros, found)
     for name, x in moments(restored):
-        sharded.assert_lies(x, where[name])
+        sharded.assert_sharded(x, where[name])
 
 
 def test_state_shardings_names_the_leaves_it_knows_nothing_of():
@@ -235,7 +235,7 @@ def test_a_state_moves_to_another_mesh():
     there, new = make(sizes={"f": 8}, specs=dict.fromkeys(SHAPES, P("f")))
     moved = jax.device_put(jax.device_get(state), state_shardings(tx, new))
     for (name, old), (_, x) in zip(moments(state), moments(moved), strict=True):
-        sharded.assert_lies(x, there[name])
+        sharded.assert_sharded(x, there[name])
         np.testing.assert_array_equal(x, old)
     got, _ = sharded.jit(tx.update)(jax.device_put(jax.device_get(grads), there), moved, new)
     for name in SHAPES:
@@ -266,7 +266,7 @@ def test_what_was_put_nowhere_meets_what_lies_on_the_mesh(kind, off, with_contex
         updates, _ = sharded.jit(tx.update)(given, state, placed)
     for name, want in sharded.answers(LEAVES, grads).items():
         assert sharded.worst_error(LEAVES[name], updates[name], want) <= 1e-5
-        sharded.assert_lies(updates[name], where[name])
+        sharded.assert_sharded(updates[name], where[name])
 
 
 @pytest.mark.parametrize("kind", ["explicit", "auto", MIXED])
@@ -278,7 +278,7 @@ def test_an_eager_update_of_leaves_that_say_how_they_lie(kind):
     updates: Any = tx.update(placed, tx.init(placed), placed)[0]
     for name, want in sharded.answers(LEAVES, grads).items():
         assert sharded.worst_error(LEAVES[name], updates[name], want) <= 1e-5
-        sharded.assert_lies(updates[name], where[name])
+        sharded.assert_sharded(updates[name], where[name])
 
 
 ZERO = {
@@ -311,9 +311,9 @@ def test_momentum_that_lies_elsewhere(kind, strategy):
     want = sharded.answers(leaves, grads)
     for name, leaf in leaves.items():
         assert sharded.worst_error(leaf, updates[name], want[name]) <= 1e-5
-        sharded.assert_lies(updates[name], where[name])
-        sharded.assert_lies(start.mu[name], there[name])
-        sharded.assert_lies(state.mu[name], there[name])
+        sharded.assert_sharded(updates[name], where[name])
+        sharded.assert_sharded(start.mu[name], there[name])
+        sharded.assert_sharded(state.mu[name], there[name])
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -364,9 +364,9 @@ def test_auto_and_explicit_axes_on_one_mesh(home, there, declared, sizes, jit):
     grad = jax.device_put(x, where)
     updates, state = jit(tx.update)(grad, jit(tx.init)(grad), grad)
     assert sharded.worst_error(leaf, updates, sharded.answers({"w": leaf}, {"w": x})["w"]) <= 1e-5
-    sharded.assert_lies(state.mu, moved or where)
+    sharded.assert_sharded(state.mu, moved or where)
     if declared:
-        sharded.assert_lies(updates, where)
+        sharded.assert_sharded(updates, where)
 
 
 @pytest.mark.parametrize("kind", ["explicit", "auto", {"f": "explicit", "o": "auto", "t": "auto"}])
@@ -388,8 +388,8 @@ def test_momentum_that_lies_elsewhere_along_axes_of_size_one(kind):
     updates, state = sharded.jit(tx.update)(placed, sharded.jit(tx.init)(placed))
     for name, want in sharded.answers(leaves, grads).items():
         assert sharded.worst_error(leaves[name], updates[name], want) <= 1e-5
-        sharded.assert_lies(updates[name], where[name])
-        sharded.assert_lies(state.mu[name], there[name])
+        sharded.assert_sharded(updates[name], where[name])
+        sharded.assert_sharded(state.mu[name], there[name])
         if kind == "explicit":
             assert jax.typeof(updates[name]) == jax.typeof(placed[name])
 
@@ -409,17 +409,17 @@ def test_the_whole_optimizer_with_momentum_that_lies_elsewhere():
     kernel = params["kernel"]
     want = reference.muon(kernel, [kernel], learning_rate=0.1, rows=FAST, weight_decay=0.1)
     assert reference.relative_error(updates["kernel"], want[0]) <= 1e-5
-    sharded.assert_lies(updates["kernel"], where["kernel"])
-    sharded.assert_lies(dict(moments(state.inner_states["muon"]))["kernel"], there["kernel"])
+    sharded.assert_sharded(updates["kernel"], where["kernel"])
+    sharded.assert_sharded(dict(moments(state.inner_states["muon"]))["kernel"], there["kernel"])
 
 
 def test_state_shardings_of_momentum_that_lies_elsewhere():
     tx, params, where, there = zero_1()
     found = state_shardings(tx, params, mu_shardings=there)
     state = jax.jit(tx.init, out_shardings=found)(params)
-    sharded.assert_lies(dict(moments(state.inner_states["muon"]))["kernel"], there["kernel"])
+    sharded.assert_sharded(dict(moments(state.inner_states["muon"]))["kernel"], there["kernel"])
     for name, x in moments(state.inner_states["adam"]):
-        sharded.assert_lies(x, where[name])
+        sharded.assert_sharded(x, where[name])
 
 
 # Prefixes
@@ -443,7 +443,7 @@ def test_leaves_that_a_prefix_can_not_cut_are_replicated(kind, spec):
     wanted = {name: where if name in fits else whole for name in UNEVEN}
     assert found[0].mu == {"model": wanted, "norm": NamedSharding(mesh, P("f"))}
     state = jax.jit(tx.init, out_shardings=found)(jax.tree.map(lambda x: jnp.ones(x.shape), params))
-    sharded.assert_lies(state[0].nu["model"]["bias"], whole)
+    sharded.assert_sharded(state[0].nu["model"]["bias"], whole)
 
 
 def test_leaves_that_a_prefix_of_the_momentum_can_not_cut_are_replicated():
@@ -480,7 +480,7 @@ def test_a_state_made_under_vmap_goes_on_under_vmap(jit):
     counts = [x for x in jax.tree.leaves(state) if x.dtype == jnp.int32]
     assert len(counts) == 4
     for count in counts:
-        sharded.assert_lies(count, NamedSharding(mesh, P("members")))
+        sharded.assert_sharded(count, NamedSharding(mesh, P("members")))
         np.testing.assert_array_equal(count, 0)
     step, updates = sharded.jit(jax.vmap(tx.update)), []
     for grad in grads:

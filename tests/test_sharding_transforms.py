@@ -42,7 +42,7 @@ def host(x: Any) -> np.ndarray:
 
 
 def members(kind: str, spec: P, strategy: str, axis: str | None = None, within: Any = lambda f: f):
-    """Updates of four members under `vmap`, the right ones, and where they should lie."""
+    """Updates of four members under `vmap`, the right ones, and how they should be sharded."""
     mesh = make_mesh({"m": 2, "f": 4}, kind)
     leaf = Leaf((4, 16, 32), spec, STACK)
     x = leaf.gradient(0)
@@ -66,7 +66,7 @@ def test_members_under_vmap(kind, spec, strategy):
     error, updates, where = members(kind, spec, strategy)
     assert error <= 1e-5
     if kind == "explicit" or spec[0] is None:
-        sharded.assert_lies(updates, where)
+        sharded.assert_sharded(updates, where)
 
 
 def in_scan(step: Any) -> Any:
@@ -85,7 +85,7 @@ def test_members_of_transformed_updates_under_vmap(kind, spec, within):
     error, updates, where = members(kind, spec, "auto", within=within)
     assert error <= 1e-5
     if kind == "explicit":
-        sharded.assert_lies(updates, where)
+        sharded.assert_sharded(updates, where)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -145,7 +145,7 @@ def test_members_with_whole_matrices_under_vmap(kind, spec):
     error, updates, where = members(kind, spec, "auto")
     assert error <= 1e-5
     if kind == "explicit":
-        sharded.assert_lies(updates, where)
+        sharded.assert_sharded(updates, where)
 
 
 @pytest.mark.parametrize("strategy", ["gather", "all_to_all"])
@@ -198,7 +198,7 @@ def test_members_on_one_device_each_along_an_axis_of_size_one(strategy):
     updates = sharded.jit(step)(jax.device_put(x, where))
     want = sharded.answers({"w": leaf}, {"w": x})["w"]
     assert sharded.worst_error(leaf, updates, want) <= 1e-5
-    sharded.assert_lies(updates, where)
+    sharded.assert_sharded(updates, where)
 
 
 @pytest.mark.filterwarnings("ignore:max_workspace_bytes")  # one matrix at a time
@@ -237,7 +237,7 @@ def test_members_whose_results_are_written_to_a_place_of_their_own(kind, spec):
 def test_members_keep_their_axis_where_it_is_named(strategy):
     error, updates, where = members("auto", P("m", "f"), strategy, axis="m")
     assert error <= 1e-5
-    sharded.assert_lies(updates, where)
+    sharded.assert_sharded(updates, where)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -251,7 +251,7 @@ def test_the_whole_optimizer_of_members(kind):
     tx = muon(0.1, FAST, param_shardings=inner if kind == "auto" else None)
     members_of = jax.sharding.reshard if kind == "explicit" else lambda x, _: x
 
-    def counts(state):  # born from constants, so they must be told where the members lie
+    def counts(state):  # born from constants, so they must be told how the members are sharded
         axis = NamedSharding(mesh, P("m"))
         return jax.tree.map(lambda x: members_of(x, axis) if x.ndim == 1 else x, state)
 
@@ -262,7 +262,7 @@ def test_the_whole_optimizer_of_members(kind):
     ]
     assert sharded.worst_error(w, updates["w"], want) <= 1e-5
     if kind == "explicit":
-        sharded.assert_lies(updates["w"], where["w"])
+        sharded.assert_sharded(updates["w"], where["w"])
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_gradients_through_a_checkpointed_update(kind, strategy):
     got = sharded.jit(jax.grad(lambda x: loss(x, together)))(jax.device_put(x, where))
     want = sharded.jit(jax.grad(lambda x: loss(x, tx())))(x)
     assert sharded.worst_error(leaf, got, leaf.blocks(want)) <= 1e-5
-    sharded.assert_lies(got, where)
+    sharded.assert_sharded(got, where)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -301,10 +301,10 @@ def test_a_context_mesh_changes_nothing(kind):
     with jax.set_mesh(params["w"].sharding.mesh):
         within = sharded.jit(tx.update)(grads[0], jax.jit(tx.init)(params), params)[0]
     np.testing.assert_array_equal(within["w"], alone["w"])
-    sharded.assert_lies(within["w"], where["w"])
+    sharded.assert_sharded(within["w"], where["w"])
 
 
-def test_an_unknown_layout_is_right_and_warned_of_once():
+def test_an_unknown_sharding_is_right_and_warned_of_once():
     mesh = make_mesh({"f": 8}, "auto")
     leaves = {"a": Leaf((16, 32), P("f")), "b": Leaf((3, 16, 32), P(None, None, "f"), STACK)}
     tx = scale_by_muon(FAST, weight_dimension_numbers=sharded.views(leaves))
@@ -317,10 +317,10 @@ def test_an_unknown_layout_is_right_and_warned_of_once():
     want = sharded.answers(leaves, grads)
     for name, leaf in leaves.items():
         assert sharded.worst_error(leaf, updates[name], want[name]) <= 1e-5
-        sharded.assert_lies(state.mu[name], where[name])
+        sharded.assert_sharded(state.mu[name], where[name])
 
 
-def test_no_warning_where_the_layout_is_known():
+def test_no_warning_where_the_sharding_is_known():
     mesh = make_mesh({"f": 8}, "auto")
     x = jax.device_put(reference.matrix(0, 16, 32), NamedSharding(mesh, P("f")))
     declared = scale_by_muon(FAST, param_shardings=P("f"))

@@ -1,4 +1,4 @@
-"""How the layout of a leaf is read on Explicit, Auto and Manual mesh axes."""
+"""How the sharding of a leaf is read on Explicit, Auto and Manual mesh axes."""
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +9,11 @@ from jax.sharding import PartitionSpec as P
 from sharded import make_mesh
 
 from muon_optax.sharding.declared import declared_specs
-from muon_optax.sharding.specs import Layout, read_layout, read_layouts, whole_shapes
+from muon_optax.sharding.specs import LeafSharding, read_sharding, read_shardings, whole_shapes
 
 
 def read_all(tree, declared):
-    return read_layouts(tree, declared_specs(declared, tree))
+    return read_shardings(tree, declared_specs(declared, tree))
 
 
 SIZES = {"x": 2, "y": 4, "one": 1}
@@ -24,10 +24,10 @@ def array(spec: P, kind: str | dict[str, str] = "explicit") -> jax.Array:
     return jax.device_put(jnp.zeros(SHAPE), NamedSharding(make_mesh(SIZES, kind), spec))
 
 
-def traced(x: jax.Array, declared=None) -> Layout:
-    """The layout as it is read while tracing."""
+def traced(x: jax.Array, declared=None) -> LeafSharding:
+    """The sharding as it is read while tracing."""
     found = []
-    jax.eval_shape(lambda x: found.append(read_layout(x, declared)), x)
+    jax.eval_shape(lambda x: found.append(read_sharding(x, declared)), x)
     return found[0]
 
 
@@ -43,58 +43,58 @@ def traced(x: jax.Array, declared=None) -> Layout:
     ],
 )
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
-def test_a_layout_is_read(kind, written, spec, free, block):
+def test_a_sharding_is_read(kind, written, spec, free, block):
     x, named = array(written, kind), NamedSharding(make_mesh(SIZES, kind), written)
-    for layout in (
-        read_layout(x),
-        read_layout(x, named),
+    for sharding in (
+        read_sharding(x),
+        read_sharding(x, named),
         traced(x, named),
         traced(x, written),
         *([traced(x)] if kind == "explicit" else []),
     ):
-        assert (layout.shape, layout.spec, layout.free) == (SHAPE, spec, free)
-        assert layout.block == block == x.addressable_shards[0].data.shape
-        assert layout.is_known
-        assert layout.manual == ()
-        assert isinstance(hash(layout), int)
+        assert (sharding.shape, sharding.spec, sharding.free) == (SHAPE, spec, free)
+        assert sharding.block == block == x.addressable_shards[0].data.shape
+        assert sharding.is_known
+        assert sharding.manual == ()
+        assert isinstance(hash(sharding), int)
 
 
-def test_a_traced_array_on_auto_axes_hides_its_layout():
-    layout = traced(array(P("x", "y"), "auto"))
-    assert not layout.is_known
-    assert (layout.known, layout.free) == ((), ())
+def test_a_traced_array_on_auto_axes_hides_its_sharding():
+    sharding = traced(array(P("x", "y"), "auto"))
+    assert not sharding.is_known
+    assert (sharding.known, sharding.free) == ((), ())
 
 
 def test_of_mixed_axes_the_explicit_ones_are_known():
     x = array(P("x", "y"), {"x": "explicit", "y": "auto", "one": "auto"})
-    layout = traced(x)
-    assert (layout.known, layout.spec, layout.free) == (("x",), (("x",), (), ()), ())
+    sharding = traced(x)
+    assert (sharding.known, sharding.spec, sharding.free) == (("x",), (("x",), (), ()), ())
     declared = traced(x, P("x", "y"))
     assert (declared.known, declared.spec) == (("x", "y", "one"), (("x",), ("y",), ()))
 
 
 def test_axes_come_in_the_order_of_the_mesh():
-    layout = read_layout(array(P(None, "y", "x")))
-    assert layout.axes_of((2, 1)) == layout.axes_of((1, 2)) == ("x", "y")
-    assert layout.axes_of((0,)) == ()
-    assert layout.count(("x", "y")) == 8
+    sharding = read_sharding(array(P(None, "y", "x")))
+    assert sharding.axes_of((2, 1)) == sharding.axes_of((1, 2)) == ("x", "y")
+    assert sharding.axes_of((0,)) == ()
+    assert sharding.count(("x", "y")) == 8
 
 
 def test_on_one_device_there_is_no_mesh():
     for x in (jnp.zeros(SHAPE), np.zeros(SHAPE), jax.ShapeDtypeStruct(SHAPE, "float32")):
-        layout = read_layout(x)
-        assert layout == Layout(SHAPE)
-        assert layout.is_known
-        assert layout.block == SHAPE
-        assert layout.axes_of((0, 1)) == ()
+        sharding = read_sharding(x)
+        assert sharding == LeafSharding(SHAPE)
+        assert sharding.is_known
+        assert sharding.block == SHAPE
+        assert sharding.axes_of((0, 1)) == ()
     mesh = make_mesh({"f": 1})
-    assert read_layout(jnp.zeros(SHAPE), NamedSharding(mesh, P("f"))) == Layout(SHAPE)
+    assert read_sharding(jnp.zeros(SHAPE), NamedSharding(mesh, P("f"))) == LeafSharding(SHAPE)
 
 
 def test_shape_structs_say_where_they_lie():
     mesh = make_mesh(SIZES)
     struct = jax.ShapeDtypeStruct(SHAPE, "float32", sharding=NamedSharding(mesh, P("x")))
-    assert read_layout(struct) == read_layout(struct, NamedSharding(mesh, P("x")))
+    assert read_sharding(struct) == read_sharding(struct, NamedSharding(mesh, P("x")))
 
 
 def test_what_can_be_declared():
@@ -212,13 +212,13 @@ def test_undeclared_blocks_inside_a_shard_map_are_an_error_for_each_of_them():
     with pytest.raises(ValueError, match=r"(?s)a: .*'x'.*b: .*'y'") as caught:
         in_shard_map(lambda tree: read_all(tree, None), specs, shapes)
     assert "c:" not in str(caught.value)
-    with pytest.raises(ValueError, match=r"lie:\n  a, b, c: inside a pmap.*check_vma=False"):
+    with pytest.raises(ValueError, match=r"sharded:\n  a, b, c: inside a pmap.*check_vma=False"):
         in_shard_map(lambda tree: read_all(tree, None), specs, shapes, check_vma=False)
 
 
 def test_inside_a_pmap_one_line_is_told_of_all_leaves():
     params = {f"layer_{i:02}": jnp.ones((8, 16, 32)) for i in range(12)}
-    message = r"they lie:\n  layer_00, (layer_0\d, )+layer_07 and 4 more: inside a pmap, "
+    message = r"they are sharded:\n  layer_00, (layer_0\d, )+layer_07 and 4 more: inside a pmap, "
     with pytest.raises(ValueError, match=message) as caught:
         jax.pmap(lambda tree: len(read_all(tree, None)))(params)
     assert str(caught.value).split("\n--")[0].count("\n") == 1
@@ -233,7 +233,7 @@ def test_shapes_outside_a_shard_map_are_left_as_they_are():
 def test_vmap_hides_the_axis_of_its_members_alone():
     found = []
     x = array(P("x", None, "y"))
-    jax.eval_shape(jax.vmap(lambda x: found.append(read_layout(x))), x)
+    jax.eval_shape(jax.vmap(lambda x: found.append(read_sharding(x))), x)
     assert found[0].spec == ((), ("y",))
     assert found[0].known == ("y", "one")
     assert found[0].free == ()

@@ -20,12 +20,12 @@ from muon_optax import muon, scale_by_momentum
 from muon_optax._internal.tree_paths import (
     align,
     cast_like,
-    graft,
     has_unnamed,
     is_absent,
     leaves_with_segments,
     path_name,
-    raise_together,
+    raise_all,
+    restructured_like,
     short,
 )
 
@@ -166,9 +166,9 @@ def test_masked_entries_serve_no_leaf():
 
 
 def test_raise_together():
-    raise_together([], "nothing")
+    raise_all([], "nothing")
     with pytest.raises(ValueError, match=r"^bad:\n  a\n  b$"):
-        raise_together(["a", "b"], "bad:")
+        raise_all(["a", "b"], "bad:")
 
 
 def test_short_cuts_long_values():
@@ -178,20 +178,20 @@ def test_short_cuts_long_values():
 
 def test_graft_pairs_by_path_not_by_order():
     ordered = collections.OrderedDict(b=jnp.zeros(2), a=jnp.ones(2))
-    grafted = graft({"a": jnp.full(2, 5.0), "b": jnp.full(2, 7.0)}, ordered)
+    grafted = restructured_like({"a": jnp.full(2, 5.0), "b": jnp.full(2, 7.0)}, ordered)
     assert type(grafted) is collections.OrderedDict
     chex.assert_trees_all_equal(
         grafted, collections.OrderedDict(b=jnp.full(2, 7.0), a=jnp.full(2, 5.0))
     )
     state = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Param)
-    boxed = graft({"kernel": "k", "bias": "b"}, state)
+    boxed = restructured_like({"kernel": "k", "bias": "b"}, state)
     assert isinstance(boxed["bias"], nnx.Param)
     assert jax.tree.leaves(boxed) == ["b", "k"]
 
 
 def test_graft_names_what_one_tree_lacks():
     with pytest.raises(ValueError, match=r"only one of them has:\n  b\n  c$"):
-        graft({"a": W, "c": W}, {"a": W, "b": W})
+        restructured_like({"a": W, "c": W}, {"a": W, "b": W})
 
 
 def test_cast_like_keeps_dtypes_and_containers():

@@ -1,4 +1,4 @@
-"""How leaves lie by the names of mesh axes, and plans of all models on all layouts."""
+"""How leaves are sharded by the names of mesh axes, and plans of all models on all layouts."""
 
 import jax
 import pytest

@@ -7,7 +7,7 @@ import optax
 import pytest
 from running import dtypes, first_update, run
 
-from muon_optax.transforms.wrappers import in_float32, in_parameter_layout
+from muon_optax.transforms.wrappers import in_float32, sharded_like_parameters
 
 PARAMS = {"w": jnp.array([1.0, 2.0]), "b": jnp.array(3.0)}
 
@@ -60,7 +60,7 @@ def test_extra_arguments_get_through():
 
 def test_state_has_the_values_and_dtypes_of_the_inner_one():
     inner = optax.chain(optax.scale_by_adam(mu_dtype=jnp.bfloat16), optax.scale(-1.0))
-    want, got = inner.init(PARAMS), in_parameter_layout(inner).init(PARAMS)
+    want, got = inner.init(PARAMS), sharded_like_parameters(inner).init(PARAMS)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert (g.dtype, g.shape, g.weak_type) == (w.dtype, w.shape, False)
@@ -68,20 +68,22 @@ def test_state_has_the_values_and_dtypes_of_the_inner_one():
 
 
 def test_state_is_complex_where_the_parameter_is():
-    tx = in_parameter_layout(optax.trace(0.9, accumulator_dtype=jnp.bfloat16))
+    tx = sharded_like_parameters(optax.trace(0.9, accumulator_dtype=jnp.bfloat16))
     state = tx.init({"c": jnp.ones(2, jnp.complex64), "r": jnp.ones(2)})
     assert [x.dtype for x in jax.tree.leaves(state)] == [jnp.complex64, jnp.bfloat16]
 
 
-def test_state_lies_where_the_parameters_lie_without_a_context():
+def test_state_is_sharded_like_the_parameters_without_a_context():
     mesh = jax.make_mesh((1,), ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     params = jax.device_put(jnp.ones(4), sharding)
-    _, mu, nu = jax.tree.leaves(jax.jit(in_parameter_layout(optax.scale_by_adam()).init)(params))
+    init = jax.jit(sharded_like_parameters(optax.scale_by_adam()).init)
+    _, mu, nu = jax.tree.leaves(init(params))
     assert mu.sharding == nu.sharding == sharding
 
 
 def test_masked_and_missing_leaves():
     params = {"a": optax.MaskedNode(), "b": None, "c": jnp.ones(2)}
-    got, want = (f(optax.scale_by_adam()).init(params) for f in (in_parameter_layout, lambda f: f))
+    adam = optax.scale_by_adam()
+    got, want = (tx.init(params) for tx in (sharded_like_parameters(adam), adam))
     assert jax.tree.structure(got) == jax.tree.structure(want)

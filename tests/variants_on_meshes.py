@@ -123,10 +123,10 @@ def run(case: Case, kind: str) -> tuple[list[Tree], Tree]:
     specs: Any = {name: LEAVES[name][1] for name in weights}
     where = mesh and {name: jax.NamedSharding(mesh, spec) for name, spec in specs.items()}
     tx = case.make({name: VIEWS[name] for name in weights}, where)
-    lies = where and state_shardings(tx, weights, where)
+    shardings = where and state_shardings(tx, weights, where)
     init, update = tx.init, tx.update
     if kind == "manual":
-        of_state = jax.tree.map(lambda s: s.spec, lies)
+        of_state = jax.tree.map(lambda s: s.spec, shardings)
         init = jax.shard_map(init, mesh=mesh, in_specs=(specs,), out_specs=of_state)
         ins = (specs, of_state, specs)
         update = jax.shard_map(update, mesh=mesh, in_specs=ins, out_specs=(specs, of_state))
@@ -135,18 +135,18 @@ def run(case: Case, kind: str) -> tuple[list[Tree], Tree]:
     state = sharded.jit(init)(weights)
     for t in range(case.steps):
         if where and t in (0, case.steps - 1):
-            check_shardings(state, lies)
+            check_shardings(state, shardings)
         new, state = step(place(case.inputs(t, kind)), state, weights)
         weights = {k: case.moved(weights[k], new[k]) for k in new}
         updates.append(new)
     return updates, weights
 
 
-def check_shardings(state: Any, lies: Any) -> None:
+def check_shardings(state: Any, shardings: Any) -> None:
     """The state is sharded as `state_shardings` says."""
-    for x, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(lies), strict=True):
+    for x, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True):
         if x.ndim:  # JAX puts counts where it likes
-            sharded.assert_lies(x, sharding)
+            sharded.assert_sharded(x, sharding)
 
 
 def check(case: Case, kind: str) -> None:

@@ -1,4 +1,4 @@
-"""How the parameters and the text lie on a mesh of devices."""
+"""How the parameters and the text are sharded on a mesh of devices."""
 
 import argparse
 import math

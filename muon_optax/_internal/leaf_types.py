@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon_optax._internal.tree_paths import Segments, path_name, raise_together, short
+from muon_optax._internal.tree_paths import Segments, path_name, raise_all, short
 
 __all__ = ["check_arrays", "dtype_of", "is_float_leaf", "kind_of"]
 
@@ -31,7 +31,7 @@ def check_arrays(leaves: Sequence[tuple[Segments, Any]]) -> None:
     others = [
         f"{path_name(path)}: got {kind_of(leaf)}" for path, leaf in leaves if not _is_array(leaf)
     ]
-    raise_together(
+    raise_all(
         others, "parameters must be arrays; leave these out (equinox.filter does), or use None:"
     )
 

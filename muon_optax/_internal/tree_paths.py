@@ -18,7 +18,6 @@ __all__ = [
     "align",
     "cast_like",
     "filled",
-    "graft",
     "has_unnamed",
     "is_absent",
     "is_box",
@@ -28,8 +27,9 @@ __all__ = [
     "masked_unless",
     "path_name",
     "present_leaves",
-    "raise_together",
+    "raise_all",
     "resolve",
+    "restructured_like",
     "segments_of",
     "short",
     "unnumbered",
@@ -137,7 +137,7 @@ def _raise_of_twins(keyed: Sequence[tuple[KeyPath, Any]]) -> None:
     ways: dict[Segments, list[str]] = {}
     for path, _ in keyed:
         ways.setdefault(segments_of(path), []).append(jax.tree_util.keystr(path))
-    raise_together(
+    raise_all(
         [f"{path_name(p)}: {' and '.join(keys)}" for p, keys in ways.items() if len(keys) > 1],
         "leaves are matched by their paths, and these are alike; rename all but one of each:",
     )
@@ -235,7 +235,7 @@ def align(
         for path, entry in entries.items()
         if path not in used and not is_masked(entry) and _owner(path, absent) is None
     ]
-    raise_together(
+    raise_all(
         problems,
         f"the tree of {what} doesn't match the parameters; each leaf needs one entry, at its path "
         "or above it:",
@@ -256,7 +256,7 @@ def _owner(path: Segments, entries: Mapping[Segments, Any]) -> Segments | None:
     )
 
 
-def raise_together(problems: Sequence[str], headline: str) -> None:
+def raise_all(problems: Sequence[str], headline: str) -> None:
     """Raises one ValueError for all the bad leaves, or nothing where there are none."""
     if problems:
         raise ValueError(headline + "\n" + "\n".join(f"  {p}" for p in problems))
@@ -322,7 +322,7 @@ def with_leaves(tree: Any, new: Any) -> Any:
     return jax.tree.structure(tree).unflatten(leaves)
 
 
-def graft(tree: Any, structure: Any) -> Any:
+def restructured_like(tree: Any, structure: Any) -> Any:
     """The leaves of `tree` in the containers of `structure`, by path.
 
     NNX changes its containers between calls, and a restored checkpoint may have other ones, which
@@ -345,5 +345,5 @@ def _pairs(tree: Any, structure: Any) -> list[tuple[Any, Any]]:
     missing = [path_name(path) for path, _ in want if path not in have]
     wanted = {path for path, _ in want}
     missing += [path_name(path) for path in have if path not in wanted]
-    raise_together(missing, "two trees of one structure are needed; only one of them has:")
+    raise_all(missing, "two trees of one structure are needed; only one of them has:")
     return [(have[path], leaf) for path, leaf in want]

@@ -1,4 +1,4 @@
-"""The TOML file of `--rules`: who gets Muon, matrix views, and how leaves lie.
+"""The TOML file of `--rules`: who gets Muon, matrix views, and how leaves are sharded.
 
 [[rules]]
 pattern = "router"

@@ -17,7 +17,7 @@ from muon_optax._internal.tree_paths import (
     align,
     leaves_with_segments,
     path_name,
-    raise_together,
+    raise_all,
 )
 from muon_optax._internal.warnings import about
 from muon_optax.cli.rules_file import RulesFile, read_rules
@@ -165,7 +165,7 @@ def check_dtype(option: str, name: str) -> None:
 
 
 def shardings(target: Target, sizes: Mapping[str, int], fsdp: Any) -> Any:
-    """How the leaves lie on a mesh that need not be there.
+    """How the leaves are sharded on a mesh that need not be there.
 
     Args:
       target: the model.
@@ -192,7 +192,7 @@ def shardings(target: Target, sizes: Mapping[str, int], fsdp: Any) -> Any:
             found.append(NamedSharding(mesh, spec if given is None else given))
         except ValueError as error:
             problems.append(f"{path_name(path)}: {' '.join(str(error).split())}")
-    raise_together(problems, "these leaves can't lie as [[shardings]] says:")
+    raise_all(problems, "these leaves can't be sharded as [[shardings]] says:")
     return jax.tree.structure(target.params).unflatten(found)
 
 
@@ -236,6 +236,4 @@ def _target(name: str, params: Any, rules: RulesFile, usual: tuple[Rule, ...]) -
 
 def _check_patterns(rules: RulesFile, paths: list[Segments]) -> None:
     unused = unmatched((pattern for pattern, _ in rules.shardings), paths)
-    raise_together(
-        [f"[[shardings]] {pattern!r}" for pattern in unused], "these patterns match no leaf:"
-    )
+    raise_all([f"[[shardings]] {pattern!r}" for pattern in unused], "these patterns match no leaf:")

@@ -10,7 +10,7 @@ from muon_optax._internal.tree_paths import (
     Segments,
     leaves_with_segments,
     path_name,
-    raise_together,
+    raise_all,
 )
 
 __all__ = ["check_state"]
@@ -54,7 +54,7 @@ def check_state(tx: optax.GradientTransformation, params: Any, state: Any) -> No
         for path, had, wanted in kinds
         if had != wanted
     ]
-    raise_together(sorted(problems), "this state can't go on with this optimizer:")
+    raise_all(sorted(problems), "this state can't go on with this optimizer:")
 
 
 def _of_variable(path: Segments, want: dict[Segments, Any]) -> Segments:

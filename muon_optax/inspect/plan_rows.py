@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muon_optax._internal.tree_paths import leaves_with_segments, path_name, raise_together
+from muon_optax._internal.tree_paths import leaves_with_segments, path_name, raise_all
 from muon_optax.config import MuonConfig
 from muon_optax.inspect.tables import quantity
 from muon_optax.partition import Assignment, assign, check_rules
@@ -16,14 +16,19 @@ from muon_optax.sharding.declared import Axes, bare_spec, declared_specs, mesh_o
 from muon_optax.sharding.execution import Prepared
 from muon_optax.sharding.options import Shardings
 from muon_optax.sharding.partitioner import partitioner_cost
-from muon_optax.sharding.placement import check_fits, check_stays, place, to_device
+from muon_optax.sharding.placement import (
+    check_manual_blocks_stay,
+    check_mu_shardings_divide,
+    place,
+    to_device,
+)
 from muon_optax.sharding.planning.buckets import WorkSlice
 from muon_optax.sharding.planning.costs import Cost
 from muon_optax.sharding.planning.device_models import DeviceModel
 from muon_optax.sharding.reductions import reduced_axes, summed
 from muon_optax.sharding.resharding import moved_axes, resharding_bytes, summing_bytes
 from muon_optax.sharding.runtime.orthogonalizer import loop_turns
-from muon_optax.sharding.specs import Layout, read_layout
+from muon_optax.sharding.specs import LeafSharding, read_sharding
 from muon_optax.transforms.binding import bound_leaves
 
 __all__ = ["PlanRow", "plan_rows"]
@@ -120,8 +125,8 @@ def _prepared(config: MuonConfig, params: Any, assignment: Assignment) -> Prepar
     leaves = bound_leaves(ours, views, where)
     direction = config.direction
     direction.execution.check_patterns(leaves)
-    check_stays(ours, leaves)
-    check_fits(ours, leaves)
+    check_manual_blocks_stay(ours, leaves)
+    check_mu_shardings_divide(ours, leaves)
     zeros = jax.tree.map(direction.momentum.init, ours)
     mu = place(zeros, [leaf.mu_sharding for leaf in leaves])
     return direction.execution.prepare(ours, mu, ours, leaves, direction.ns_dtype)
@@ -136,31 +141,31 @@ def _check_meshes(tree: Any, where: Shardings) -> None:
         for (path, leaf), spec in zip(leaves, declared_specs(declared, tree), strict=True)
         if spec is not None and any(bare_spec(spec)) and mesh_of(leaf, spec) is None
     ]
-    raise_together(
+    raise_all(
         list(dict.fromkeys(problems)),
         "a PartitionSpec needs a mesh; give a NamedSharding, or plan within jax.set_mesh(mesh):",
     )
 
 
-def _hidden(arrays: Sequence[Any], leaves: Sequence[BoundLeaf]) -> dict[int, Layout]:
+def _hidden(arrays: Sequence[Any], leaves: Sequence[BoundLeaf]) -> dict[int, LeafSharding]:
     """How leaves are sharded whose sharding no trace can see, where the arrays at hand say it."""
-    unknown = [i for i, leaf in enumerate(leaves) if not leaf.layout.is_known]
-    found = {i: read_layout(summed(arrays[i])) for i in unknown}
-    return {i: layout for i, layout in found.items() if layout.is_known}
+    unknown = [i for i, leaf in enumerate(leaves) if not leaf.sharding.is_known]
+    found = {i: read_sharding(summed(arrays[i])) for i in unknown}
+    return {i: sharding for i, sharding in found.items() if sharding.is_known}
 
 
 def _notes(arrays: Sequence[Any], prepared: Prepared) -> dict[str, str]:
     """What the reader of a plan should know of a leaf, by its path."""
     notes = {}
-    for x, leaf, home in zip(arrays, prepared.leaves, prepared.homes, strict=True):
-        if home is None or not leaf.layout.is_known:
+    for x, leaf, result in zip(arrays, prepared.leaves, prepared.result_shardings, strict=True):
+        if result is None or not leaf.sharding.is_known:
             continue
-        if not home.is_known:
+        if not result.is_known:
             notes[leaf.path] = (
                 "results stay sharded like the momentum, as traced arrays hide how parameters are: "
                 "give param_shardings"
             )
-        elif unseen := _unseen_axes(read_layout(summed(x)), home):
+        elif unseen := _unseen_axes(read_sharding(summed(x)), result):
             notes[leaf.path] = (
                 f"the partitioner adds collectives over the Auto axes {', '.join(unseen)}, which "
                 "traced arrays hide: give param_shardings"
@@ -168,7 +173,7 @@ def _notes(arrays: Sequence[Any], prepared: Prepared) -> dict[str, str]:
     return notes
 
 
-def _unseen_axes(actual: Layout, seen: Layout) -> Axes:
+def _unseen_axes(actual: LeafSharding, seen: LeafSharding) -> Axes:
     """Mesh axes that shard a leaf, though the trace can't see it."""
     dims = range(len(actual.shape))
     return tuple(a for a in actual.axes_of(dims) if a not in seen.known)
@@ -198,7 +203,7 @@ def _row(work_slice: WorkSlice, leaves: Sequence[BoundLeaf], reason: str) -> Pla
         leaves=tuple(leaf.path for leaf in leaves),
         count=work_slice.count,
         matrix=_matrix(first),
-        spec=_spec_text(first.layout, first.view.stack_axes),
+        spec=_spec_text(first.sharding, first.view.stack_axes),
         dtype=first.dtype,
         strategy=work_slice.strategy.name,
         share_axes=work_slice.replica_axes,
@@ -215,8 +220,8 @@ def _matrix(leaf: BoundLeaf) -> tuple[int, ...]:
     return tuple(leaf.shape[a] for a in leaf.view.stack_axes)
 
 
-def _spec_text(layout: Layout, dims: Sequence[int] | None = None) -> str:
-    spec = layout.spec or ((),) * len(layout.shape)
+def _spec_text(sharding: LeafSharding, dims: Sequence[int] | None = None) -> str:
+    spec = sharding.spec or ((),) * len(sharding.shape)
     chosen = range(len(spec)) if dims is None else dims
     return ", ".join("*".join(spec[a]) or "-" for a in chosen)
 
@@ -224,11 +229,11 @@ def _spec_text(layout: Layout, dims: Sequence[int] | None = None) -> str:
 def _partitioner_rows(
     config: MuonConfig,
     leaves: Sequence[BoundLeaf],
-    hidden: dict[int, Layout],
+    hidden: dict[int, LeafSharding],
     model: DeviceModel,
 ) -> Iterator[PlanRow]:
     """Rows of leaves whose sharding the trace can't see, and what declaring it would make them."""
-    declared = [dataclasses.replace(leaves[i], layout=layout) for i, layout in hidden.items()]
+    declared = [dataclasses.replace(leaves[i], sharding=sharding) for i, sharding in hidden.items()]
     iteration = config.direction.orthogonalizer.newton_schulz
     for row, leaf in _planned_rows(config, declared, {})[1]:
         turns = loop_turns(leaf.view.batch, leaf.view.fan_in * leaf.view.fan_out)
@@ -268,14 +273,17 @@ class _Move(NamedTuple):
 def _moves(arrays: Sequence[Any], prepared: Prepared) -> dict[_Move, list[BoundLeaf]]:
     """How gradients and results move, beside what strategies send."""
     found: dict[_Move, list[BoundLeaf]] = {}
-    rows = zip(arrays, prepared.leaves, prepared.homes, prepared.moves, strict=True)
-    for x, leaf, home, end in rows:
-        if home is None or not (home.mesh and home.known and leaf.layout.known):
+    rows = zip(arrays, prepared.leaves, prepared.result_shardings, prepared.moves, strict=True)
+    for x, leaf, result, end in rows:
+        if result is None or not (result.mesh and result.known and leaf.sharding.known):
             continue
-        moves = [_sum(x, leaf, home), _move(leaf, home, leaf.layout, x.dtype, _TO_MOMENTUM)]
+        moves = [
+            _sum(x, leaf, result),
+            _move(leaf, result, leaf.sharding, x.dtype, _TO_MOMENTUM),
+        ]
         if end is not None:
             moves.append(
-                _move(leaf, leaf.result_layout or leaf.layout, end, leaf.dtype, _TO_PARAMETERS)
+                _move(leaf, leaf.result_sharding or leaf.sharding, end, leaf.dtype, _TO_PARAMETERS)
             )
         for move in moves:
             if move.bytes:
@@ -287,16 +295,16 @@ _TO_MOMENTUM = "gradients go to where the momentum is"
 _TO_PARAMETERS = "results go to where the parameters are"
 
 
-def _sum(x: Any, leaf: BoundLeaf, home: Layout) -> _Move:
+def _sum(x: Any, leaf: BoundLeaf, result: LeafSharding) -> _Move:
     """The all-reduce of a gradient whose parameter's type is reduced."""
     axes = tuple(sorted(reduced_axes(x)))
     dtype = jnp.dtype(x.dtype)
-    size = summing_bytes(home, axes, dtype.itemsize)
+    size = summing_bytes(result, axes, dtype.itemsize)
     reason = f"gradients come unreduced over {', '.join(axes)}, and are summed"
-    return _Move(reason, _matrix(leaf), _spec_text(home), dtype.name, size, axes)
+    return _Move(reason, _matrix(leaf), _spec_text(result), dtype.name, size, axes)
 
 
-def _move(leaf: BoundLeaf, old: Layout, new: Layout, dtype: Any, reason: str) -> _Move:
+def _move(leaf: BoundLeaf, old: LeafSharding, new: LeafSharding, dtype: Any, reason: str) -> _Move:
     dtype = jnp.dtype(dtype)
     size = resharding_bytes(old, new, dtype.itemsize)
     text = f"{_spec_text(old)} -> {_spec_text(new)}"
@@ -304,7 +312,7 @@ def _move(leaf: BoundLeaf, old: Layout, new: Layout, dtype: Any, reason: str) ->
 
 
 def _move_row(move: _Move, leaves: Sequence[BoundLeaf], model: DeviceModel) -> PlanRow:
-    mesh = leaves[0].layout.mesh
+    mesh = leaves[0].sharding.mesh
     sizes = {} if mesh is None else dict(mesh.shape)
     received = len(leaves) * move.bytes
     return PlanRow(

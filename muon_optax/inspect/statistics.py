@@ -92,7 +92,7 @@ def update_stats(
 def _stats_of_equal(
     arrays: Sequence[jax.Array], view: BoundView, steps: int
 ) -> Sequence[UpdateStats]:
-    """The figures of leaves of one shape, dtype and layout."""
+    """The figures of leaves of one shape, dtype and sharding."""
     if arrays[0].size == 0:
         return [UpdateStats(*[jnp.zeros((), jnp.float32)] * 3)] * len(arrays)
     return partitioned(functools.partial(_stats_side_by_side, view=view, steps=steps), *arrays)

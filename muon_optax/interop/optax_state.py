@@ -14,7 +14,7 @@ from muon_optax._internal.tree_paths import (
     leaves_with_segments,
     masked_unless,
     path_name,
-    raise_together,
+    raise_all,
     with_leaves,
 )
 from muon_optax.transforms.momentum_state import MuonState
@@ -76,7 +76,7 @@ def _in_state_of(tx: optax.GradientTransformation, state: Any, params: Any) -> A
         for path, leaf in leaves_with_segments(state)
         if shapes.get(path) != jnp.shape(leaf)
     ]
-    raise_together(problems, "this state can't go on with this optimizer:")
+    raise_all(problems, "this state can't go on with this optimizer:")
     return with_leaves(fresh, state)
 
 
@@ -117,7 +117,7 @@ def _check_shapes(moments: list[Any], params: Any) -> None:
         for p in want
         if p in have and want[p] != have[p]
     ]
-    raise_together(problems, "this state doesn't belong to these parameters:")
+    raise_all(problems, "this state doesn't belong to these parameters:")
 
 
 def _is_masked_in(tree: Any, path: Segments) -> bool:

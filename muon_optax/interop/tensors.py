@@ -28,7 +28,7 @@ def import_torch() -> Any:
 
 
 def to_torch(x: jax.typing.ArrayLike, *, copy: bool = True) -> torch.Tensor:
-    """An array as a tensor of the same dtype, on the same device where it lies on one.
+    """An array as a tensor of the same dtype, on the same device where it is on one.
 
     Args:
       x: a JAX or numpy array. One that is sharded over devices is gathered on the host.

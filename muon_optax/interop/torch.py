@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from muon_optax._internal.tree_paths import leaves_with_segments, path_name, raise_together
+from muon_optax._internal.tree_paths import leaves_with_segments, path_name, raise_all
 from muon_optax.interop.tensors import from_torch, to_torch
 from muon_optax.interop.torch_layout import (
     FLAX_LAYOUT,
@@ -129,5 +129,5 @@ def from_state_dict(
             found.append(read_leaf(tensors[key], leaf, places[path]))
     known = {place.key for place in places.values()}
     problems += [f"{key}: no leaf has this key" for key in tensors if key not in known]
-    raise_together(problems, "the state dict doesn't fit the parameters:")
+    raise_all(problems, "the state dict doesn't fit the parameters:")
     return jax.tree.structure(like).unflatten(found)

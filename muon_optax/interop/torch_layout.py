@@ -17,7 +17,7 @@ from muon_optax._internal.tree_paths import (
     Segments,
     leaves_with_segments,
     path_name,
-    raise_together,
+    raise_all,
 )
 from muon_optax.interop.tensors import from_torch, to_torch
 from muon_optax.interop.torch_axes import TRANSPOSED_CONVS, with_output_second
@@ -227,7 +227,7 @@ class TorchLayout:
                 problems.append(
                     f"{path_name(path)}: has the key of {path_name(other)}, {place.key}"
                 )
-        raise_together(problems, "these leaves can't be written in torch:")
+        raise_all(problems, "these leaves can't be written in torch:")
         return found
 
 
@@ -279,7 +279,7 @@ _CONV_TRANSPOSE = "is [in, out, *window] in torch, as bias or name there tell: a
 
 
 def read_leaf(tensor: Any, like: Any, place: Place) -> jax.Array:
-    """A tensor as the leaf that it was written from, lying where `like` lies."""
+    """A tensor as the leaf that it was written from, sharded like `like`."""
     if place.axes is not None:
         tensor = tensor.permute(*np.argsort(place.axes).tolist()).flip(place.flipped)
     array = from_torch(tensor)

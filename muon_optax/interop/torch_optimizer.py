@@ -16,7 +16,7 @@ from muon_optax._internal.tree_paths import (
     Segments,
     leaves_with_segments,
     path_name,
-    raise_together,
+    raise_all,
 )
 from muon_optax.interop.tensors import import_torch
 from muon_optax.interop.torch_layout import (
@@ -133,7 +133,7 @@ def from_optimizer_state(
     new = jax.tree.map(
         lambda x: reader.read(x) if _is_moments(x) else x, state, is_leaf=_is_moments
     )
-    raise_together(problems, "the torch optimizer states don't fit:")
+    raise_all(problems, "the torch optimizer states don't fit:")
     return jax.tree_util.tree_map_with_path(lambda path, x: _counted(path, x, count), new)
 
 
@@ -193,7 +193,7 @@ def to_optimizer_state(
             groups = [{**group, "step": max(counts)} for group in groups]
         results.append({**dump, "state": filled, "param_groups": groups})
     problems += [f"{key}: no optimizer has this parameter" for key in buffers if key not in held]
-    raise_together(problems, "the state doesn't fit the torch optimizers:")
+    raise_all(problems, "the state doesn't fit the torch optimizers:")
     return results
 
 

@@ -16,7 +16,7 @@ from jax import lax
 
 from muon_optax.orthogonalization.coefficients import Row, Schedule
 from muon_optax.orthogonalization.normalize import Map, identity, precondition, scaled
-from muon_optax.orthogonalization.symmetric import commuting_product, gram_matrix, product
+from muon_optax.orthogonalization.symmetric import commuting_matmul, gram_matrix, product
 
 __all__ = ["ALONE", "GramExchange", "gram", "standard"]
 
@@ -53,7 +53,7 @@ def standard(x: jax.Array, schedule: Schedule, *, axis: int, precision: str | No
 
     def square(a: jax.Array) -> jax.Array:
         a = a.astype(x.dtype)
-        return commuting_product(a, a, precision)
+        return commuting_matmul(a, a, precision)
 
     scale = None
     for step, row in enumerate(schedule.rows):
@@ -92,7 +92,7 @@ def gram(
       An array like `x`.
     """
     precision = "highest"
-    times = functools.partial(commuting_product, precision=precision)
+    times = functools.partial(commuting_matmul, precision=precision)
     for start, end in itertools.pairwise((0, *schedule.restarts, len(schedule.rows))):
         r = exchange.reduce(gram_matrix(x, axis, precision))
         if start == 0:

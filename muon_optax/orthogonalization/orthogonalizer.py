@@ -157,7 +157,7 @@ class NewtonSchulz:
         _check_matrices(x)
         if not x.size:
             return x
-        y = _normalized(x, self.products_dtype(x.dtype), exchange.maximum)
+        y = _normalized(x, self.matmul_dtype(x.dtype), exchange.maximum)
         return self._gram(y, axis, exchange).astype(x.dtype)
 
     def chosen_method(self, m: int, n: int, dtype: DTypeLike) -> Literal["standard", "gram"]:
@@ -175,7 +175,7 @@ class NewtonSchulz:
         """
         if self.method != "auto":
             return self.method
-        products = self.products_dtype(jnp.dtype(dtype))
+        products = self.matmul_dtype(jnp.dtype(dtype))
         is_half = products.itemsize < 4
         rounds = self.rounds(products)
         if not is_half and (rounds or (rounds is None and jax.default_backend() != "cpu")):
@@ -202,11 +202,11 @@ class NewtonSchulz:
         gram = passes * (large + second_part) + (4 * steps - 3 * passes) * small * weight
         return gram < standard
 
-    def products_dtype(self, own: Any) -> Any:
+    def matmul_dtype(self, own: Any) -> Any:
         """The dtype of the products for input of dtype `own`.
 
         Example:
-          >>> NewtonSchulz(resolve_schedule("fast"), dtype="bfloat16").products_dtype("float32")
+          >>> NewtonSchulz(resolve_schedule("fast"), dtype="bfloat16").matmul_dtype("float32")
           dtype(bfloat16)
         """
         dtype = jnp.dtype(own if self.dtype is None else self.dtype)
@@ -223,7 +223,7 @@ class NewtonSchulz:
           50000
         """
         if self.chosen_method(m, n, dtype) == "gram":
-            is_half = self.products_dtype(jnp.dtype(dtype)).itemsize < 4
+            is_half = self.matmul_dtype(jnp.dtype(dtype)).itemsize < 4
             return sum(self.gram_flops(m, n, is_half=is_half))
         m, n = sorted((m, n))
         return len(self.schedule.rows) * (4 * m**2 * n + 2 * m**3)
@@ -272,7 +272,7 @@ class NewtonSchulz:
 @functools.partial(jax.jit, static_argnums=0)
 def _orthogonalize(config: NewtonSchulz, x: jax.Array) -> jax.Array:
     m, n = x.shape[-2:]
-    y = _normalized(x, config.products_dtype(x.dtype))
+    y = _normalized(x, config.matmul_dtype(x.dtype))
     if m > n and y.dtype.itemsize < 4:
         # In half precision XLA's sums over columns take twice the time on CPU. The barriers keep it
         # from moving the transposition into the products again.

@@ -21,7 +21,7 @@ from muon_optax._internal.tree_paths import (
     is_masked,
     leaves_with_segments,
     path_name,
-    raise_together,
+    raise_all,
     resolve,
     short,
 )
@@ -157,7 +157,7 @@ def assign(params: Any, views: Views = None, partition: Partition = None) -> Ass
             decisions.append(_decide(path, leaf, choose))
         except ValueError as error:
             problems.append(f"{path_name(path)}: {error}")
-    raise_together(problems, "muon can't take these leaves as declared:")
+    raise_all(problems, "muon can't take these leaves as declared:")
     return Assignment(tuple(decisions), treedef)
 
 
@@ -303,11 +303,11 @@ def check_rules(partition: Partition, params: Any) -> None:
         headline = f"these rules match no leaf outside the masked parts; there are {names}"
         warnings.warn("\n  ".join([headline, *unused]), MuonWarning, stacklevel=3)
         unused = []
-    raise_together(unused, f"these rules match no leaf of {names}")
+    raise_all(unused, f"these rules match no leaf of {names}")
     there = [(path, tuple(jnp.shape(x))) for path, x in places if not is_absent(x)]
     first = dict(zip([path for path, _ in there], first_rules(rules, there), strict=True))
     losers = [(rule, _winner(rule, first, found)) for rule, found in matched if found]
-    raise_together(
+    raise_all(
         [f"{rule}: an earlier rule, {winner}" for rule, winner in losers if winner],
         "these rules decide nothing; the first rule that matches a leaf wins:",
     )

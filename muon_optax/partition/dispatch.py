@@ -17,7 +17,7 @@ from muon_optax._internal.tree_paths import (
     masked_unless,
     path_name,
     present_leaves,
-    raise_together,
+    raise_all,
     whole_variables,
     without_absent,
 )
@@ -258,7 +258,7 @@ def _check_gradients(updates: Any, params: Any, state: Any) -> None:
         if len(set(map(_fit, found.values()))) > 1:
             kinds = [f"{what} {kind_of(leaf)}" for what, leaf in found.items()]
             problems.append(f"{path_name(path)}: got {', '.join(kinds)}")
-    raise_together(
+    raise_all(
         problems,
         "each gradient must be floating point, and of its parameter's and momentum's shape:",
     )
@@ -281,7 +281,7 @@ def _check_labels(assignment: Assignment, state: Any) -> None:
         for p in {**had, **has}
         if had.get(p, stateless) != has.get(p, "absent")
     ]
-    raise_together(
+    raise_all(
         sorted(changed),
         "these leaves changed their optimizer; keep the rules the state was made with, or make a "
         "new state:",

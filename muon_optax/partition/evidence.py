@@ -24,7 +24,7 @@ _PARALLEL = {"heads", "lm"}  # parallel heads: `lm_heads/0`
 
 
 class Evidence:
-    """Decides about leaves of two dims or more by what lies beside them."""
+    """Decides about leaves of two dims or more by the leaves beside them."""
 
     def __init__(
         self, tree: Sequence[Leaf], named: Sequence[Role | None], rest: Sequence[Leaf]

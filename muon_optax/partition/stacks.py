@@ -35,7 +35,7 @@ class Stacks:
         }
 
     def has_vector(self, leaf: Leaf) -> bool:
-        """Whether a leaf of two dims lies beside a stack, or in a block of nothing else.
+        """Whether a leaf of two dims is beside a stack, or in a block of nothing else.
 
         A scanned block gives all its leaves the number of layers as first dim.
         """

@@ -50,7 +50,7 @@ _LAST = word_set("final last head heads output out")
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A leaf and what lies beside it.
+    """A leaf and the leaves beside it.
 
     Attributes:
       path: its path.

@@ -30,7 +30,7 @@ def model_rules(model: Any, /, *inputs: Any, **options: Any) -> tuple[Rule, ...]
     Args:
       model: a Flax NNX, Flax Linen, Equinox or torch module, or what `haiku.transform` returns.
         Its arrays may be shape structs, as `nnx.eval_shape` and `eqx.filter_eval_shape` make them,
-        or lie on torch's meta device.
+        or be on torch's meta device.
       *inputs: example inputs of its call, as arrays or shape structs; nothing is computed. Linen
         and Haiku need them, since their parameters are made by a call. Elsewhere they are optional:
         with them, parameters of modules of your own and the layers that make the logits are known

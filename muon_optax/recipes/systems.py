@@ -172,7 +172,7 @@ def xtuner(
     Args:
       learning_rate: a number or a schedule.
       weight_decay: for all leaves; `adam_weight_decay` sets AdamW's apart.
-      num_experts: how many experts lie side by side along the output axis of the leaves with
+      num_experts: how many experts are side by side along the output axis of the leaves with
         fused_w1w3 (two matrices an expert) and fused_w2 (one) in their path.
       split_sizes: for leaves whose path matches a pattern as in `Rule`, the sizes of the blocks
         along the output axis, or the number of equal ones. Sizes that don't sum to the axis are an

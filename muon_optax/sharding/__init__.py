@@ -1,1 +1,1 @@
-"""Where matrices lie and how they are brought together: the only package that knows a mesh."""
+"""How leaves are sharded and matrices brought together: the only package that knows a mesh."""

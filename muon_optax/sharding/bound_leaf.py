@@ -5,7 +5,7 @@ import dataclasses
 from muon_optax._internal.tree_paths import Segments, path_name
 from muon_optax.orthogonalization import NewtonSchulz
 from muon_optax.sharding.declared import Axes, Declared
-from muon_optax.sharding.specs import Layout
+from muon_optax.sharding.specs import LeafSharding
 from muon_optax.views.matrix_view import BoundView
 
 __all__ = ["BoundLeaf"]
@@ -18,10 +18,10 @@ class BoundLeaf:
     Attributes:
       segments: its path.
       view: how it makes matrices.
-      layout: how it is sharded: as bound, like its parameter; as planned, where it is worked on.
+      sharding: how it is sharded: as bound, like its parameter; as planned, where it is worked on.
       dtype: the dtype of collectives and matmuls, by name.
       strategy: 'auto', or the strategy that the user asks for.
-      result_layout: how the results are sharded, if they go unsharded to every device that had a
+      result_sharding: how the results are sharded, if they go unsharded to every device that had a
         slice, as under ZeRO-1.
       param_sharding: what is declared of the parameter.
       mu_sharding: what is declared of its momentum, if that is sharded otherwise.
@@ -30,10 +30,10 @@ class BoundLeaf:
 
     segments: Segments
     view: BoundView
-    layout: Layout
+    sharding: LeafSharding
     dtype: str
     strategy: str = "auto"
-    result_layout: Layout | None = None
+    result_sharding: LeafSharding | None = None
     param_sharding: Declared = None
     mu_sharding: Declared = None
     is_mu_on_host: bool = False
@@ -46,28 +46,28 @@ class BoundLeaf:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole leaf."""
-        return self.layout.shape
+        return self.sharding.shape
 
     @property
     def batch_axes(self) -> Axes:
         """Mesh axes that shard the batch dims: whole matrices are on one device."""
-        return self.layout.axes_of(self.view.batch_axes)
+        return self.sharding.axes_of(self.view.batch_axes)
 
     @property
     def shard_axes(self) -> Axes:
         """Mesh axes that shard matrices."""
-        return self.layout.axes_of(self.view.stack_axes)
+        return self.sharding.axes_of(self.view.stack_axes)
 
     @property
     def count(self) -> int:
         """Matrices that a device has a slice of, or whole."""
-        return self.view.batch // self.layout.count(self.batch_axes)
+        return self.view.batch // self.sharding.count(self.batch_axes)
 
     @property
     def sides(self) -> tuple[tuple[int, Axes], ...]:
         """Size and mesh axes of each dim of a stacked matrix."""
         axes = self.view.stack_axes
-        return tuple((self.shape[a], self.layout.type_key[a]) for a in axes)
+        return tuple((self.shape[a], self.sharding.type_key[a]) for a in axes)
 
     @property
     def key(self) -> tuple:
@@ -86,14 +86,14 @@ class BoundLeaf:
 
     @property
     def _rest_of_key(self) -> tuple:
-        layout = self.layout
-        batch = frozenset(x for a in self.view.batch_axes for x in layout.type_key[a])
-        of_layout = (layout.mesh, batch, layout.free, layout.manual, layout.is_known)
-        return (*of_layout, self.dtype, self.strategy, self.result_layout is None)
+        sharding = self.sharding
+        batch = frozenset(x for a in self.view.batch_axes for x in sharding.type_key[a])
+        of_sharding = (sharding.mesh, batch, sharding.free, sharding.manual, sharding.is_known)
+        return (*of_sharding, self.dtype, self.strategy, self.result_sharding is None)
 
     def _may_be_transposed(self, newton_schulz: NewtonSchulz | None) -> bool:
         """Whether its transposes may be orthogonalised instead, and could be of use."""
         # AOL norms are those of rows, and a user's function may do anything.
         is_symmetric = newton_schulz is not None and newton_schulz.schedule.preconditioning != "aol"
         is_plain = len(self.sides) == 2 and len(self.view.block_sizes) == 1
-        return is_symmetric and is_plain and bool(self.shard_axes) and self.result_layout is None
+        return is_symmetric and is_plain and bool(self.shard_axes) and self.result_sharding is None

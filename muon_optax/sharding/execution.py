@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from muon_optax._internal.checks import check_choice, check_static
 from muon_optax._internal.dtypes import compute_dtype
-from muon_optax._internal.tree_paths import Segments, raise_together
+from muon_optax._internal.tree_paths import Segments, raise_all
 from muon_optax._internal.warnings import warn_about
 from muon_optax.partition import first_match, unmatched
 from muon_optax.sharding.bound_leaf import BoundLeaf
@@ -23,7 +23,7 @@ from muon_optax.sharding.planning.planner import least_workspace, plan_leaves
 from muon_optax.sharding.runtime.buffers import Arrays, Elementwise
 from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer
 from muon_optax.sharding.runtime.pipeline import run_buckets
-from muon_optax.sharding.specs import Layout, read_layout
+from muon_optax.sharding.specs import LeafSharding, read_sharding
 from muon_optax.sharding.strategies import STRATEGIES
 from muon_optax.sharding.trace_context import mapped_axes
 from muon_optax.views.matrix_view import BoundView
@@ -39,20 +39,20 @@ class Prepared(NamedTuple):
     Attributes:
       updates: the gradients, sharded like the momentum.
       leaves: what the planner takes, in flattening order.
-      homes: how each leaf's parameter, and so its result, is sharded; None where blocks stay as
-        they are.
+      result_shardings: how each leaf's parameter, and so its result, is sharded; None where blocks
+        stay as they are.
     """
 
     updates: Any
     leaves: list[BoundLeaf]
-    homes: list[Layout | None]
+    result_shardings: list[LeafSharding | None]
 
     @property
-    def moves(self) -> list[Layout | None]:
+    def moves(self) -> list[LeafSharding | None]:
         """Where results still have to be moved to; None where they are sharded as they should."""
         return [
-            home if home and home.type_key != leaf.layout.type_key else None
-            for home, leaf in zip(self.homes, self.leaves, strict=True)
+            result if result and result.type_key != leaf.sharding.type_key else None
+            for result, leaf in zip(self.result_shardings, self.leaves, strict=True)
         ]
 
 
@@ -106,9 +106,7 @@ class ExecutionOptions:
             return
         patterns = (pattern for pattern, _ in self.strategy)
         unused = unmatched(patterns, [leaf.segments for leaf in leaves])
-        raise_together(
-            list(map(repr, unused)), "these patterns of strategy match no leaf of Muon's:"
-        )
+        raise_all(list(map(repr, unused)), "these patterns of strategy match no leaf of Muon's:")
 
     def prepare(
         self, updates: Any, mu: Any, like: Any, leaves: Sequence[BoundLeaf], ns_dtype: Any
@@ -128,51 +126,55 @@ class ExecutionOptions:
         moved = to_types_of(mu, place(updates, [leaf.mu_sharding for leaf in leaves]))
         mapped = functools.cache(mapped_axes)  # for now: another call may be in another vmap
         rows = zip(leaves, jax.tree.leaves(moved), jax.tree.leaves(like), strict=True)
-        layouts = [_working_layout(*row, mapped) for row in rows]
+        shardings = [_working_sharding(*row, mapped) for row in rows]
         dtypes = [compute_dtype(ns_dtype, m.dtype) for m in jax.tree.leaves(mu)]
         is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
         # The blocks of a shard_map stay on their devices.
-        homes = [None if is_manual else leaf.layout for leaf in leaves]
-        return Prepared(moved, self.planned(leaves, dtypes, layouts, homes), homes)
+        result_shardings = [None if is_manual else leaf.sharding for leaf in leaves]
+        return Prepared(
+            moved, self.planned(leaves, dtypes, shardings, result_shardings), result_shardings
+        )
 
     def planned(
         self,
         leaves: Sequence[BoundLeaf],
         dtypes: Sequence[Any],
-        layouts: Sequence[Layout] | None = None,
-        homes: Sequence[Layout | None] | None = None,
+        shardings: Sequence[LeafSharding] | None = None,
+        result_shardings: Sequence[LeafSharding | None] | None = None,
     ) -> list[BoundLeaf]:
         """What the planner takes.
 
         Args:
           leaves: as they are bound.
           dtypes: a dtype for each, of collectives and matmuls.
-          layouts: how each is sharded where it is worked on; None is as it is bound.
-          homes: how each result will be sharded, if otherwise.
+          shardings: how each is sharded where it is worked on; None is as it is bound.
+          result_shardings: how each result will be sharded, if otherwise.
 
         Returns:
           The records, with what the planner needs.
         """
-        layouts = layouts or [leaf.layout for leaf in leaves]
-        homes = homes or [None] * len(leaves)
+        shardings = shardings or [leaf.sharding for leaf in leaves]
+        result_shardings = result_shardings or [None] * len(leaves)
         return [
             dataclasses.replace(
                 leaf,
-                layout=layout,
+                sharding=sharding,
                 dtype=jnp.dtype(dtype).name,
                 strategy=self._strategy_of(leaf.segments),
-                result_layout=home and _replicated_results(leaf.view, layout, home),
+                result_sharding=result and _replicated_results(leaf.view, sharding, result),
                 param_sharding=None,
                 mu_sharding=None,
             )
-            for leaf, dtype, layout, home in zip(leaves, dtypes, layouts, homes, strict=True)
+            for leaf, dtype, sharding, result in zip(
+                leaves, dtypes, shardings, result_shardings, strict=True
+            )
         ]
 
     def plan(
         self, leaves: Sequence[BoundLeaf], orthogonalizer: Orthogonalizer
     ) -> tuple[DeviceModel, tuple[Bucket, ...]]:
         """The device model, and the buckets of the leaves."""
-        kinds = {_device_kind(leaf.layout) for leaf in leaves} - {None}
+        kinds = {_device_kind(leaf.sharding) for leaf in leaves} - {None}
         device = device_model(self.device, next(iter(kinds), None))
         limit = self.max_workspace_bytes
         return device, plan_leaves(tuple(leaves), orthogonalizer.newton_schulz, device, limit)
@@ -193,9 +195,10 @@ class ExecutionOptions:
     ) -> list[Arrays]:
         """What replaces the operands of each leaf; see `run_buckets`."""
         warn_about(
-            "on an Auto mesh the layout of traced arrays can't be seen, so the partitioner places "
-            "exchanges inside every Newton-Schulz step; give param_shardings to avoid that",
-            [leaf for leaf in leaves if not leaf.layout.is_known],
+            "on an Auto mesh the sharding of traced arrays can't be seen, so the partitioner "
+            "places collectives inside every Newton-Schulz step; give param_shardings to avoid "
+            "that",
+            [leaf for leaf in leaves if not leaf.sharding.is_known],
         )
         device, buckets = self.plan(leaves, orthogonalizer)
         self._warn_of_workspace(leaves, buckets)
@@ -244,35 +247,37 @@ def _is_pair_of_strings(x: Any) -> bool:
     return isinstance(x, tuple | list) and [type(s) for s in x] == [str, str]
 
 
-def _device_kind(layout: Layout) -> str | None:
+def _device_kind(sharding: LeafSharding) -> str | None:
     """What JAX calls the devices of a mesh, where the mesh knows."""
-    device = getattr(layout.mesh, "abstract_device", None)
+    device = getattr(sharding.mesh, "abstract_device", None)
     return getattr(device, "device_kind", None)
 
 
-def _replicated_results(view: BoundView, layout: Layout, home: Layout) -> Layout | None:
+def _replicated_results(
+    view: BoundView, sharding: LeafSharding, result: LeafSharding
+) -> LeafSharding | None:
     """How results are sharded that are replicated to every device that had a slice; else None.
 
     Axes of size 1 stay as they are, wherever the parameter has them: inside a shard_map, results
     vary over them.
     """
-    if not (layout.known and home.known) or layout.mesh != home.mesh:
+    if not (sharding.known and result.known) or sharding.mesh != result.mesh:
         return None
-    same_batch = all(home.spec[a] == layout.spec[a] for a in view.batch_axes)
-    shard_axes = layout.axes_of(view.stack_axes)
-    are_replicated = bool(shard_axes) and same_batch and not home.axes_of(view.stack_axes)
-    return layout.without(shard_axes) if are_replicated else None
+    same_batch = all(result.spec[a] == sharding.spec[a] for a in view.batch_axes)
+    shard_axes = sharding.axes_of(view.stack_axes)
+    are_replicated = bool(shard_axes) and same_batch and not result.axes_of(view.stack_axes)
+    return sharding.without(shard_axes) if are_replicated else None
 
 
-def _working_layout(
+def _working_sharding(
     leaf: BoundLeaf, x: Any, like: Any, mapped: Callable[[Any], frozenset[str]]
-) -> Layout:
+) -> LeafSharding:
     """How a leaf is sharded where it is worked on: mostly as it was read when it was bound."""
     if leaf.mu_sharding is not None:
-        return read_layout(x, leaf.mu_sharding, mapped)
+        return read_sharding(x, leaf.mu_sharding, mapped)
     if _sharding_of(x) == _sharding_of(like):
-        return leaf.layout
-    return read_layout(x, leaf.param_sharding, mapped)
+        return leaf.sharding
+    return read_sharding(x, leaf.param_sharding, mapped)
 
 
 def _sharding_of(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Work whose layout is left to the partitioner, on any mesh."""
+"""Work whose sharding is left to the partitioner, on any mesh."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ def partitioned(function: Callable[..., Any], *arrays: jax.Array) -> Any:
 
     Args:
       function: gives arrays that are the same on every device, as sums and norms are.
-      *arrays: arrays or tracers, of any layout on one mesh.
+      *arrays: arrays or tracers, of any sharding on one mesh.
 
     Returns:
       What the function gives, replicated.

@@ -41,16 +41,16 @@ def partitioner_cost(
     Returns:
       The cost.
     """
-    spread = leaf.layout.count(leaf.batch_axes)
+    spread = leaf.sharding.count(leaf.batch_axes)
     itemsize = jnp.dtype(leaf.dtype).itemsize
     received, flops = _one_matrix(leaf, newton_schulz or NewtonSchulz(resolve_schedule()))
     if loops > 1 and spread > 1:
         count *= spread
         slices = math.prod(leaf.shape[a] for a in leaf.view.stack_axes) * itemsize
-        received += loops * slices // leaf.layout.count(leaf.shard_axes) * (spread - 1) // spread
+        received += loops * slices // leaf.sharding.count(leaf.shard_axes) * (spread - 1) // spread
     received, flops = count * received, count * flops
     axes = (*leaf.batch_axes, *leaf.shard_axes)
-    mesh = leaf.layout.mesh
+    mesh = leaf.sharding.mesh
     sizes = {} if mesh is None else dict(mesh.shape)
     seconds = flops / device.rate(itemsize) + received / device.bandwidth_over(axes, sizes)
     return Cost(received, flops, seconds)
@@ -58,11 +58,11 @@ def partitioner_cost(
 
 def _one_matrix(leaf: BoundLeaf, newton_schulz: NewtonSchulz) -> tuple[int, int]:
     """Bytes that a device receives, and its FLOPs, for the blocks of one (fused) matrix."""
-    view, layout = leaf.view, leaf.layout
+    view, sharding = leaf.view, leaf.sharding
     by_role = ((view.fan_in, view.reduction_axes), (view.fan_out, view.output_axes))
     # Of a square matrix the rows are multiplied with each other, as of a wide one.
     (_, short_axes), (_, long_axes) = sorted(by_role, key=lambda side: side[0])
-    short, long = (layout.count(layout.axes_of(axes)) for axes in (short_axes, long_axes))
+    short, long = (sharding.count(sharding.axes_of(axes)) for axes in (short_axes, long_axes))
     received = flops = 0
     for number, rows, columns in view.matrices:
         m, n = sorted((rows, columns))

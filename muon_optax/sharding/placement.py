@@ -1,4 +1,4 @@
-"""Moves leaves to other layouts, and between device and host memory."""
+"""Moves leaves to other shardings, and between device and host memory."""
 
 import functools
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from muon_optax._internal.tree_paths import graft, raise_together
+from muon_optax._internal.tree_paths import raise_all, restructured_like
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.declared import (
     Declared,
@@ -28,17 +28,17 @@ from muon_optax.sharding.declared import (
     spec_without,
 )
 from muon_optax.sharding.reductions import check_summed, reduced_like, summed
-from muon_optax.sharding.specs import Layout, read_layout
+from muon_optax.sharding.specs import LeafSharding, read_sharding
 from muon_optax.sharding.trace_context import mapped_axes
 
 __all__ = [
     "HOST_MEMORY",
-    "check_fits",
-    "check_stays",
+    "check_manual_blocks_stay",
+    "check_mu_shardings_divide",
     "declared_on_host",
-    "in_its_place",
     "is_abstract",
     "is_on_host",
+    "keeping_placement",
     "momentum_to_host",
     "names_host",
     "on_mesh_of",
@@ -52,12 +52,12 @@ __all__ = [
 HOST_MEMORY = "pinned_host"  # the memory kind of offloaded arrays
 
 
-def place(tree: Any, where: Sequence[Layout | Declared]) -> Any:
+def place(tree: Any, where: Sequence[LeafSharding | Declared]) -> Any:
     """Moves each leaf of a tree to another sharding.
 
     Args:
       tree: arrays, or shape structs, which get the sharding.
-      where: for each leaf what is declared of it, or a layout; one of which nothing is said or
+      where: for each leaf what is declared of it, or a sharding; one of which nothing is said or
         known stays.
 
     Returns:
@@ -66,7 +66,7 @@ def place(tree: Any, where: Sequence[Layout | Declared]) -> Any:
     if all(declared is None for declared in where):
         return tree
     leaves, treedef = jax.tree.flatten(tree)
-    specs = [(x.written if x.known else None) if isinstance(x, Layout) else x for x in where]
+    specs = [(x.written if x.known else None) if isinstance(x, LeafSharding) else x for x in where]
     return treedef.unflatten([_placed(x, spec) for x, spec in zip(leaves, specs, strict=True)])
 
 
@@ -89,23 +89,23 @@ def _placed(x: Any, declared: Declared) -> Any:
     return x
 
 
-def on_mesh_of(layout: Layout, x: jax.Array) -> jax.Array:
-    """The array, put where its leaf lies on an Explicit mesh if its type names no mesh.
+def on_mesh_of(sharding: LeafSharding, x: jax.Array) -> jax.Array:
+    """The array, put on its leaf's Explicit mesh, sharded like it, if its type names no mesh.
 
     Numpy arrays and those that were put nowhere have such a type, as the momentum that was made or
     read before the parameters were put on the mesh.
     """
-    mesh = layout.mesh
+    mesh = sharding.mesh
     if mesh is None or not mesh.explicit_axes or not jax.typeof(x).sharding.mesh.empty:
         return x
-    spec = spec_without(layout.written, (*mesh.auto_axes, *mesh.manual_axes))
+    spec = spec_without(sharding.written, (*mesh.auto_axes, *mesh.manual_axes))
     return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
 def to_types_of(old: Any, new: Any) -> Any:
-    """The leaves of `new`, along Explicit mesh axes where those of `old` at the same paths lie.
+    """The leaves of `new`, sharded along Explicit mesh axes like those of `old` at the same paths.
 
-    How they lie along Auto axes isn't in a type, and stays.
+    How they are sharded along Auto axes isn't in a type, and stays.
     """
 
     def moved(x: Any, like: Any) -> Any:
@@ -114,16 +114,16 @@ def to_types_of(old: Any, new: Any) -> Any:
         is_typed = AxisType.Explicit in sharding.mesh.axis_types
         return _typed(x, mesh, sharding.spec) if is_typed and mesh is not None else x
 
-    return jax.tree.map(moved, new, graft(old, new))
+    return jax.tree.map(moved, new, restructured_like(old, new))
 
 
 def _typed(x: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> jax.Array:
     own = jax.typeof(x).sharding
-    lies_there = own.spec == spec and not own.mesh.empty
-    return x if lies_there else jax.sharding.reshard(x, NamedSharding(mesh, spec))
+    is_there = own.spec == spec and not own.mesh.empty
+    return x if is_there else jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
-def check_stays(tree: Any, leaves: Sequence[BoundLeaf]) -> None:
+def check_manual_blocks_stay(tree: Any, leaves: Sequence[BoundLeaf]) -> None:
     """Raises for momentum that should be sharded otherwise along the axes of the user's shard_map.
 
     Blocks can't be moved from inside it, and taken for others they would be silently wrong.
@@ -138,15 +138,16 @@ def check_stays(tree: Any, leaves: Sequence[BoundLeaf]) -> None:
         return
     problems = []
     for leaf, x in moved:
-        old, new = read_layout(x, leaf.param_sharding), read_layout(x, leaf.mu_sharding)
+        old, new = read_sharding(x, leaf.param_sharding), read_sharding(x, leaf.mu_sharding)
         if old.cut_by(manual) != new.cut_by(manual):
             problems.append(f"{leaf.path}: mu_shardings {new.written}, parameter {old.written}")
-    raise_together(
-        problems, f"inside a shard_map over {manual} momentum must lie there like its parameter:"
+    raise_all(
+        problems,
+        f"inside a shard_map over {manual} momentum must be sharded there like its parameter:",
     )
 
 
-def check_fits(tree: Any, leaves: Sequence[BoundLeaf]) -> None:
+def check_mu_shardings_divide(tree: Any, leaves: Sequence[BoundLeaf]) -> None:
     """Raises for momentum that can't be sharded as declared; in a shard_map, blocks can't tell.
 
     Raises:
@@ -163,10 +164,10 @@ def check_fits(tree: Any, leaves: Sequence[BoundLeaf]) -> None:
         try:  # a shape, since what an array's type says would count for more than the declaration
             whole = NamedSharding(mesh, PartitionSpec())
             shape = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
-            read_layout(shape, bare_spec(spec), mapped)
+            read_sharding(shape, bare_spec(spec), mapped)
         except ValueError as error:
             problems.append(f"{leaf.path}: {error}")
-    raise_together(problems, "the momentum of these leaves can't lie as mu_shardings says:")
+    raise_all(problems, "the momentum of these leaves can't be sharded as mu_shardings says:")
 
 
 def is_on_host(x: Any) -> bool:
@@ -197,7 +198,9 @@ def to_memory_of(old: Any, new: Any) -> Any:
     """The leaves of `new`, in host memory where those of `old` at the same paths are."""
     if not any(map(is_on_host, jax.tree.leaves(old))):
         return new
-    return jax.tree.map(lambda n, o: to_host(n) if is_on_host(o) else n, new, graft(old, new))
+    return jax.tree.map(
+        lambda n, o: to_host(n) if is_on_host(o) else n, new, restructured_like(old, new)
+    )
 
 
 def declared_on_host(where: Any, params: Any) -> list[bool]:
@@ -216,13 +219,13 @@ def momentum_to_host(tree: Any, leaves: Sequence[BoundLeaf]) -> Any:
 
 
 def names_host(entry: Any) -> bool:
-    """Whether an entry of a tree of shardings, or a leaf, says that it lies in host memory."""
+    """Whether an entry of a tree of shardings, or a leaf, says that it is in host memory."""
     if isinstance(entry, Tracer):
         return is_on_host(entry)
     return getattr(getattr(entry, "sharding", entry), "memory_kind", None) == HOST_MEMORY
 
 
-def in_its_place(
+def keeping_placement(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps updates and state of `inner` in the memory, and on the mesh, that they came from.
@@ -235,13 +238,13 @@ def in_its_place(
     inner = optax.with_extra_args_support(inner)
 
     def init(params):
-        state, home = inner.init(summed(params)), _replicated_home(params)
+        state, sharding = inner.init(summed(params)), _replicated_sharding(params)
         zero = _mapped_zero(params)
         if zero is not None:
             return jax.tree.map(lambda x: x if x.ndim else x + zero.astype(x.dtype), state)
         if any(map(is_abstract, jax.tree.leaves(params))):
-            return jax.tree.map(lambda x: _abstract(x, home), state)
-        return jax.tree.map(lambda x: x if home is None else _scalar_at(home, x), state)
+            return jax.tree.map(lambda x: _abstract(x, sharding), state)
+        return jax.tree.map(lambda x: x if sharding is None else _scalar_at(sharding, x), state)
 
     def update(updates, state, params=None, **extra_args):
         check_summed(updates)
@@ -269,7 +272,7 @@ def _mapped_zero(params: Any) -> jax.Array | None:
     return jnp.sum(jax.lax.slice_in_dim(x, 0, 0))
 
 
-def _replicated_home(params: Any) -> Sharding | None:
+def _replicated_sharding(params: Any) -> Sharding | None:
     """All of the mesh, or the device, that parameters were put on; None where JAX chose it."""
     put = [sharding for x in jax.tree.leaves(params) if (sharding := _put_on(x)) is not None]
     if not put:
@@ -287,17 +290,17 @@ def _put_on(x: Any) -> Sharding | None:
     return x.sharding if is_concrete and x.committed else None
 
 
-def _abstract(x: Any, home: Sharding | None) -> Any:
+def _abstract(x: Any, sharding: Sharding | None) -> Any:
     """A count in the state of abstract parameters as a shape struct; all else stays."""
     is_new = isinstance(x, jax.Array) and x.ndim == 0
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home) if is_new else x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) if is_new else x
 
 
-def _scalar_at(home: Sharding, x: Any) -> Any:
+def _scalar_at(sharding: Sharding, x: Any) -> Any:
     """Puts a scalar there that was put nowhere yet.
 
     Not by `device_put`, which would compare its value among processes.
     """
     is_array = isinstance(x, jax.Array) and not isinstance(x, Tracer)
     is_new = is_array and x.ndim == 0 and not x.committed
-    return jnp.full((), x.item(), x.dtype, device=home) if is_new else x
+    return jnp.full((), x.item(), x.dtype, device=sharding) if is_new else x

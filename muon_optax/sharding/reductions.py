@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from muon_optax._internal.tree_paths import leaves_with_segments, path_name, raise_together
+from muon_optax._internal.tree_paths import leaves_with_segments, path_name, raise_all
 from muon_optax.sharding.declared import plain_spec
 from muon_optax.sharding.trace_context import unreduced_axes
 
@@ -28,7 +28,7 @@ def check_summed(updates: Any) -> None:
         for path, x in arrays
         if (axes := unreduced_axes(x))
     ]
-    raise_together(
+    raise_all(
         problems,
         "inside a shard_map, sum these gradients with jax.lax.psum over the axes before the "
         "update, since each device has a summand alone:",

@@ -4,12 +4,12 @@ import itertools
 import math
 
 from muon_optax.sharding.declared import Axes
-from muon_optax.sharding.specs import Layout
+from muon_optax.sharding.specs import LeafSharding
 
 __all__ = ["moved_axes", "resharding_bytes", "summing_bytes"]
 
 
-def resharding_bytes(old: Layout, new: Layout, itemsize: int) -> int:
+def resharding_bytes(old: LeafSharding, new: LeafSharding, itemsize: int) -> int:
     """Bytes that a device receives to have its block of `new`.
 
     XLA slices blocks by new axes, all-gathers along those that are dropped, and sends those that go
@@ -32,17 +32,17 @@ def resharding_bytes(old: Layout, new: Layout, itemsize: int) -> int:
     return received * itemsize
 
 
-def moved_axes(old: Layout, new: Layout) -> Axes:
+def moved_axes(old: LeafSharding, new: LeafSharding) -> Axes:
     """Mesh axes along which blocks are sent."""
     return tuple(dict.fromkeys((*_left_axes(old, new), *_permuted_axes(old, new))))
 
 
-def _left_axes(old: Layout, new: Layout) -> Axes:
+def _left_axes(old: LeafSharding, new: LeafSharding) -> Axes:
     """Axes that no longer shard the dim that they did."""
     return tuple(a for before, after in _dims(old, new) for a in before if a not in after)
 
 
-def _permuted_axes(old: Layout, new: Layout) -> Axes:
+def _permuted_axes(old: LeafSharding, new: LeafSharding) -> Axes:
     """Axes of the dims whose remaining axes aren't the first ones, before and after."""
     permuted: list[str] = []
     for before, after in _dims(old, new):
@@ -52,11 +52,11 @@ def _permuted_axes(old: Layout, new: Layout) -> Axes:
     return tuple(permuted)
 
 
-def _dims(old: Layout, new: Layout) -> list[tuple[Axes, Axes]]:
+def _dims(old: LeafSharding, new: LeafSharding) -> list[tuple[Axes, Axes]]:
     return list(itertools.zip_longest(old.spec, new.spec, fillvalue=()))
 
 
-def summing_bytes(layout: Layout, axes: Axes, itemsize: int) -> int:
+def summing_bytes(sharding: LeafSharding, axes: Axes, itemsize: int) -> int:
     """Bytes that a device receives to sum a block over mesh axes by an all-reduce."""
-    parts = layout.count(axes)
-    return 2 * math.prod(layout.block) * itemsize * (parts - 1) // parts
+    parts = sharding.count(axes)
+    return 2 * math.prod(sharding.block) * itemsize * (parts - 1) // parts

@@ -1,4 +1,4 @@
-"""How a leaf lies on its mesh.
+"""How a leaf is sharded.
 
 Three kinds of mesh axes tell it three ways: an Explicit axis is in the array's type; an Auto axis
 is known from concrete arrays or from what the user declares; inside a shard_map the axes are
@@ -15,7 +15,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from muon_optax._internal.tree_paths import leaves_with_segments, path_name, raise_together
+from muon_optax._internal.tree_paths import leaves_with_segments, path_name, raise_all
 from muon_optax.sharding.declared import (
     Axes,
     Declared,
@@ -28,12 +28,12 @@ from muon_optax.sharding.declared import (
 )
 from muon_optax.sharding.trace_context import mapped_axes, varying_axes
 
-__all__ = ["Axes", "Layout", "read_layout", "read_layouts", "whole_shapes"]
+__all__ = ["Axes", "LeafSharding", "read_sharding", "read_shardings", "whole_shapes"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """Where the blocks of one leaf lie.
+class LeafSharding:
+    """How one leaf is sharded: what jax.sharding says of it, and what Muon has to know besides.
 
     Attributes:
       shape: the whole leaf's shape.
@@ -42,7 +42,7 @@ class Layout:
       written: the spec as it was given, for JAX.
       free: axes that replicate the leaf and that nothing else uses: work can be shared over them.
       manual: axes of the user's shard_map, inside which the array at hand is a block.
-      known: axes along which the layout is known, of any size; where none is, the partitioner
+      known: axes along which the sharding is known, of any size; where none is, the partitioner
         alone knows it.
     """
 
@@ -73,7 +73,7 @@ class Layout:
 
     @property
     def is_known(self) -> bool:
-        """Whether anything but the partitioner knows where the blocks lie."""
+        """Whether anything but the partitioner knows how the leaf is sharded."""
         return self.mesh is None or bool(self.known)
 
     @property
@@ -109,13 +109,13 @@ class Layout:
         """Which of these mesh axes cut each dim."""
         return tuple(tuple(a for a in dim if a in axes) for dim in self.spec)
 
-    def without(self, axes: Axes) -> "Layout":
-        """How the leaf lies where these mesh axes don't cut it."""
+    def without(self, axes: Axes) -> "LeafSharding":
+        """The sharding without these mesh axes."""
         spec = tuple(tuple(a for a in dim if a not in axes) for dim in self.spec)
         return dataclasses.replace(self, spec=spec, written=spec_without(self.written, axes))
 
 
-def read_layouts(tree: Any, declared: Sequence[Declared]) -> list[Layout]:
+def read_shardings(tree: Any, declared: Sequence[Declared]) -> list[LeafSharding]:
     """How each leaf of a tree is sharded.
 
     Args:
@@ -123,24 +123,24 @@ def read_layouts(tree: Any, declared: Sequence[Declared]) -> list[Layout]:
       declared: what is declared of each leaf, from `declared_specs`.
 
     Returns:
-      One layout a leaf.
+      One sharding a leaf.
 
     Raises:
-      ValueError: listing every leaf whose layout can't be, or can't be known.
+      ValueError: listing every leaf whose sharding can't be, or can't be known.
     """
     mapped = functools.cache(mapped_axes)  # for now: another call may be in another vmap
-    layouts = []
+    shardings = []
     problems: dict[str, list[str]] = {}
     for (path, leaf), spec in zip(leaves_with_segments(tree), declared, strict=True):
         try:
-            layouts.append(read_layout(leaf, spec, mapped))
+            shardings.append(read_sharding(leaf, spec, mapped))
         except ValueError as error:
             problems.setdefault(str(error), []).append(path_name(path))
-    raise_together(
+    raise_all(
         [f"{_first_of(names)}: {problem}" for problem, names in problems.items()],
-        "Muon can't use these leaves as they lie:",
+        "Muon can't use these leaves as they are sharded:",
     )
-    return layouts
+    return shardings
 
 
 def _first_of(names: list[str], most: int = 8) -> str:
@@ -148,10 +148,10 @@ def _first_of(names: list[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "")
 
 
-def read_layout(
+def read_sharding(
     x: Any, declared: Declared = None, mapped: Callable[[Any], frozenset[str]] | None = None
-) -> Layout:
-    """Reads how a leaf lies.
+) -> LeafSharding:
+    """Reads how a leaf is sharded.
 
     Args:
       x: an array, a tracer, or a shape struct.
@@ -159,7 +159,7 @@ def read_layout(
       mapped: a function that gives the axes of a mesh that a `vmap` maps over; None asks JAX.
 
     Returns:
-      The layout.
+      The sharding.
 
     Raises:
       ValueError: for a spec that doesn't fit the leaf or the mesh, and inside a shard_map for an
@@ -168,7 +168,7 @@ def read_layout(
     mesh = mesh_of(x, declared)
     is_typed = isinstance(x, jax.Array) and bool(_typed_axes(x))
     if mesh is None or (math.prod(mesh.shape.values()) == 1 and not is_typed):
-        return Layout(tuple(x.shape))  # on one device, and no axis is in its type
+        return LeafSharding(tuple(x.shape))  # on one device, and no axis is in its type
     manual = tuple(mesh.manual_axes) if isinstance(mesh, AbstractMesh) else ()
     if any(mesh.shape[a] > 1 for a in manual) and declared is None:
         _check_whole(x, mesh, manual)
@@ -176,7 +176,7 @@ def read_layout(
     written = _spec_of(x, declared)
     is_alone = all(a in hidden for a in mesh.axis_names if mesh.shape[a] > 1)
     if hidden and is_alone and not is_typed:
-        return Layout(tuple(x.shape), written=written)  # a vmap has each member on one device
+        return LeafSharding(tuple(x.shape), written=written)  # a vmap has each member on one device
     known = tuple(a for a in _known_axes(mesh, x, declared) if a not in hidden)
     spec = _normalised(written, len(x.shape), mesh)
     shape = _whole_shape(x.shape, spec, mesh, manual)
@@ -184,7 +184,7 @@ def read_layout(
     _check_nesting(spec, manual)
     used = {a for axes in spec for a in axes}
     free = tuple(a for a in known if a not in used and mesh.shape[a] > 1)
-    return Layout(shape, mesh, spec, written, free, manual, known)
+    return LeafSharding(shape, mesh, spec, written, free, manual, known)
 
 
 def whole_shapes(tree: Any, declared: Any) -> Any:
@@ -209,7 +209,7 @@ def whole_shapes(tree: Any, declared: Any) -> Any:
 
 def _check_whole(x: Any, mesh: Mesh | AbstractMesh, manual: Axes) -> None:
     """A block taken for a matrix is silent and wrong, so what can't be told apart is refused."""
-    advice = "declare with param_shardings how the parameters lie (P() for a whole matrix)"
+    advice = "declare with param_shardings how the parameters are sharded (P() for a whole matrix)"
     probe = jax.lax.axis_index(next(a for a in manual if mesh.shape[a] > 1))
     if not varying_axes(probe):
         raise ValueError(
@@ -245,7 +245,7 @@ def _concrete_spec(x: Any) -> PartitionSpec | None:
 
 
 def _known_axes(mesh: Mesh | AbstractMesh, x: Any, declared: Declared) -> Axes:
-    """Axes along which the layout is known."""
+    """Axes along which the sharding is known."""
     if declared is not None or _concrete_spec(x) is not None:
         known = set(mesh.axis_names)
     else:
@@ -306,6 +306,6 @@ def _check_nesting(spec: tuple[Axes, ...], manual: Axes) -> None:
         outer = tuple(a for a in axes if a in manual)
         if axes[: len(outer)] != outer:
             raise ValueError(
-                f"dim {dim} lies over {axes}, but inside a shard_map over {manual} the order must "
-                f"be {(*outer, *(a for a in axes if a not in manual))}"
+                f"dim {dim} is sharded over {axes}, but inside a shard_map over {manual} the order "
+                f"must be {(*outer, *(a for a in axes if a not in manual))}"
             )

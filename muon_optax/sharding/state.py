@@ -10,7 +10,7 @@ from muon_optax._internal.tree_paths import (
     is_masked,
     leaves_with_segments,
     path_name,
-    raise_together,
+    raise_all,
     resolve,
 )
 from muon_optax.config import search_configs
@@ -63,8 +63,8 @@ def state_shardings(
     Example:
       >>> mesh = jax.make_mesh((1,), ("fsdp",))
       >>> params = {"w": jax.ShapeDtypeStruct((4, 8), "float32")}
-      >>> lies = NamedSharding(mesh, PartitionSpec("fsdp"))
-      >>> state = state_shardings(optax.trace(0.9), params, lies)
+      >>> shardings = NamedSharding(mesh, PartitionSpec("fsdp"))
+      >>> state = state_shardings(optax.trace(0.9), params, shardings)
       >>> state.trace["w"].spec
       P('fsdp',)
     """
@@ -123,7 +123,7 @@ def _named_shardings(params: Any, where: Any) -> Any:
             found.append(_named_sharding(leaf, spec, from_prefix=path not in own))
         except ValueError as error:
             problems.append(f"{path_name(path)}: {error}")
-    raise_together(problems, "state_shardings doesn't know how these leaves are sharded:")
+    raise_all(problems, "state_shardings doesn't know how these leaves are sharded:")
     return jax.tree.structure(params).unflatten(found)
 
 

@@ -1,4 +1,4 @@
-"""Meshes in words, and how the leaves of a model usually lie on one, by the names of its axes."""
+"""Meshes in words, and how a model's leaves are usually sharded by the names of mesh axes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from muon_optax._internal.tree_paths import (
     align,
     leaves_with_segments,
     path_name,
-    raise_together,
+    raise_all,
 )
 from muon_optax.partition import Shape, words
 from muon_optax.views.matrix_view import View, bind_view, is_view
@@ -101,7 +101,7 @@ def usual_specs(
             specs.append(_spec(path, tuple(leaf.shape), view, sizes, fsdp))
         except ValueError as error:
             problems.append(f"{path_name(path)}: {error}")
-    raise_together(problems, "these leaves can't be laid out:")
+    raise_all(problems, "these leaves can't be laid out:")
     return jax.tree.structure(params).unflatten(specs)
 
 

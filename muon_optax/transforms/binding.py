@@ -6,13 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from muon_optax._internal.tree_paths import leaves_with_segments, raise_together
+from muon_optax._internal.tree_paths import leaves_with_segments, raise_all
 from muon_optax.partition import Views, assign
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.declared import declared_specs
 from muon_optax.sharding.options import ShardingOptions, Shardings
 from muon_optax.sharding.placement import declared_on_host
-from muon_optax.sharding.specs import read_layouts, whole_shapes
+from muon_optax.sharding.specs import read_shardings, whole_shapes
 from muon_optax.views.matrix_view import BoundView, MuonDimensionNumbers
 
 __all__ = ["bind_leaves", "binder", "bound_leaves"]
@@ -83,12 +83,12 @@ def bound_leaves(tree: Any, views: Sequence[BoundView], shardings: Shardings) ->
     is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
     pairs = zip(of_params, of_momentum, strict=True)
     seen = [mu if is_manual and mu is not None else own for own, mu in pairs]
-    layouts = read_layouts(tree, seen)
+    found = read_shardings(tree, seen)
     declared = zip(of_params, of_momentum, on_host, strict=True)
-    rows = zip(leaves_with_segments(tree), views, layouts, declared, strict=True)
+    rows = zip(leaves_with_segments(tree), views, found, declared, strict=True)
     return [
-        BoundLeaf(path, view, layout, jnp.dtype(x.dtype).name, "auto", None, *where)
-        for (path, x), view, layout, where in rows
+        BoundLeaf(path, view, sharding, jnp.dtype(x.dtype).name, "auto", None, *where)
+        for (path, x), view, sharding, where in rows
     ]
 
 
@@ -101,5 +101,5 @@ def _views(tree: Any, declared: Views) -> list[BoundView]:
     views = MuonDimensionNumbers() if declared is None else declared
     decisions = assign(tree, views).decisions
     problems = [f"{d.path}: {d.reason}" for d in decisions if d.view is None]
-    raise_together(problems, "Muon needs a matrix view for each of its leaves:")
+    raise_all(problems, "Muon needs a matrix view for each of its leaves:")
     return [d.view for d in decisions if d.view is not None]

@@ -16,15 +16,15 @@ import optax
 
 from muon_optax._internal.checks import check_decay, check_flag, check_float_dtype
 from muon_optax._internal.dtypes import wide_dtype
-from muon_optax._internal.tree_paths import cast_like, graft
+from muon_optax._internal.tree_paths import cast_like, restructured_like
 from muon_optax.orthogonalization import Coefficients, Method, PrecisionName, Preconditioning
 from muon_optax.partition import Views
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.execution import ExecutionOptions, StrategyRules
 from muon_optax.sharding.options import ShardingOptions
 from muon_optax.sharding.placement import (
-    check_fits,
-    check_stays,
+    check_manual_blocks_stay,
+    check_mu_shardings_divide,
     momentum_to_host,
     place,
     to_device,
@@ -165,8 +165,8 @@ class Direction:
     def init(self, params: Any, leaves: Sequence[BoundLeaf]) -> MuonState:
         """A momentum of zeros, placed where it is declared to be."""
         self.execution.check_patterns(leaves)
-        check_stays(params, leaves)
-        check_fits(params, leaves)
+        check_manual_blocks_stay(params, leaves)
+        check_mu_shardings_divide(params, leaves)
         state = self.momentum.init_state(params)
         where = [leaf.mu_sharding for leaf in leaves]
         if all(declared is None for declared in where):
@@ -180,9 +180,9 @@ class Direction:
         """Forms the momentum mix, orthogonalises it, and sends results to the parameters."""
         del extra_args
         check_belongs(state, updates)
-        check_stays(updates, leaves)
-        mu = graft(state.mu, updates)
-        like = updates if params is None else graft(params, updates)
+        check_manual_blocks_stay(updates, leaves)
+        mu = restructured_like(state.mu, updates)
+        like = updates if params is None else restructured_like(params, updates)
         ready = self.execution.prepare(updates, mu, like, leaves, self.ns_dtype)
         count = jnp.asarray(optax.safe_increment(state.count))
         weights = self.momentum.weights(count)

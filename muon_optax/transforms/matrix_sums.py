@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from muon_optax._internal.dtypes import wide_dtype
 from muon_optax.sharding.bound_leaf import BoundLeaf
-from muon_optax.sharding.specs import Layout
+from muon_optax.sharding.specs import LeafSharding
 from muon_optax.sharding.trace_context import varying_axes
 
 __all__ = ["AxisSums", "MatrixSums", "Role", "Sums", "products", "quotient", "squares"]
@@ -77,7 +77,7 @@ class Sums(Protocol):
 class MatrixSums:
     """Sums over some of the matrix axes of one leaf.
 
-    Sums have the leaf's dims, those that are summed over as 1. Where fused blocks lie side by side
+    Sums have the leaf's dims, those that are summed over as 1. Where fused blocks are side by side
     along a summed axis, a last dim has one entry for each block. They are all-reduced over exactly
     the mesh axes that shard what is summed over, and never over replicas.
 
@@ -102,16 +102,16 @@ class MatrixSums:
 
     def of(self, x: jax.Array) -> jax.Array:
         """The sums of `x`, an array of the leaf's shape (a block of it inside a shard_map)."""
-        return _all_reduced(self.leaf.layout, x, self.dims, self._block_sums)
+        return _all_reduced(self.leaf.sharding, x, self.dims, self._block_sums)
 
-    def _block_sums(self, layout: Layout, x: jax.Array) -> jax.Array:
-        """The sums over one device's block, where the layout has Manual axes."""
+    def _block_sums(self, sharding: LeafSharding, x: jax.Array) -> jax.Array:
+        """The sums over one device's block, where the sharding has Manual axes."""
         dims = self.dims
         if not self._sums_blocks:
             return jnp.sum(x, dims, keepdims=True)
         # The axes beside the fused one first: what is multiplied by the mask is small then.
         x = jnp.sum(x, [d for d in dims if d not in self._fused_dims], keepdims=True)
-        mask = self._mask(layout, x.dtype)
+        mask = self._mask(sharding, x.dtype)
         return jnp.sum(x[..., None] * mask, self._fused_dims, keepdims=True)
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -123,7 +123,7 @@ class MatrixSums:
         """Values for each sum, as an array that broadcasts against the leaf."""
         if not self._sums_blocks:
             return sums
-        return jnp.sum(sums * self._mask(self.leaf.layout, sums.dtype), -1)
+        return jnp.sum(sums * self._mask(self.leaf.sharding, sums.dtype), -1)
 
     @property
     def counts(self) -> np.ndarray:
@@ -150,16 +150,16 @@ class MatrixSums:
 
     @property
     def _sums_blocks(self) -> bool:
-        """Whether fused blocks lie along what is summed over."""
+        """Whether fused blocks are along an axis that is summed over."""
         is_fused = len(self.leaf.view.block_sizes) > 1
         return is_fused and ("reduction" if self.leaf.view.cut == 1 else "output") in self.over
 
-    def _mask(self, layout: Layout, dtype: jnp.dtype) -> jax.Array:
+    def _mask(self, sharding: LeafSharding, dtype: jnp.dtype) -> jax.Array:
         """1 where a place along the fused axes belongs to a block, (..., blocks)."""
         count = len(self.leaf.view.block_sizes)
         block_of_place = np.asarray(self.leaf.view.per_block(range(count)))
         mask = (block_of_place[..., None] == np.arange(count)).astype(dtype)
-        return layout.block_of(jnp.asarray(mask))
+        return sharding.block_of(jnp.asarray(mask))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,8 +184,8 @@ class AxisSums:
 
     def of(self, x: jax.Array) -> jax.Array:
         """The sums of `x`, an array of the leaf's shape (a block of it inside a shard_map)."""
-        sums = lambda layout, x: jnp.sum(x, self.dims, keepdims=True)  # noqa: E731
-        return _all_reduced(self.leaf.layout, x, self.dims, sums)
+        sums = lambda sharding, x: jnp.sum(x, self.dims, keepdims=True)  # noqa: E731
+        return _all_reduced(self.leaf.sharding, x, self.dims, sums)
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the sums of an array of this shape."""
@@ -197,10 +197,10 @@ class AxisSums:
 
 
 def _all_reduced(
-    layout: Layout,
+    sharding: LeafSharding,
     x: jax.Array,
     dims: Sequence[int],
-    block_sums: Callable[[Layout, jax.Array], jax.Array],
+    block_sums: Callable[[LeafSharding, jax.Array], jax.Array],
 ) -> jax.Array:
     """Sums over dims of a leaf, of which `block_sums` gives those of one device's block.
 
@@ -208,22 +208,22 @@ def _all_reduced(
     are sharded, the partitioner would reduce over the mesh axes of one dim after those of another;
     a shard_map makes it one all-reduce, which XLA merges with those of other leaves.
     """
-    open_axes = set(layout.known) - set(layout.manual)
-    sharded = [d for d in dims if x.shape[d] > 1 and open_axes.intersection(layout.axes_of([d]))]
-    if len(sharded) > 1 and _takes_shard_map(layout, x):
-        inner = dataclasses.replace(layout, manual=(*layout.manual, *open_axes))
-        spec = (*layout.partition_spec, *[None] * (x.ndim - len(layout.partition_spec)))
+    open_axes = set(sharding.known) - set(sharding.manual)
+    sharded = [d for d in dims if x.shape[d] > 1 and open_axes.intersection(sharding.axes_of([d]))]
+    if len(sharded) > 1 and _takes_shard_map(sharding, x):
+        inner = dataclasses.replace(sharding, manual=(*sharding.manual, *open_axes))
+        spec = (*sharding.partition_spec, *[None] * (x.ndim - len(sharding.partition_spec)))
         ins = PartitionSpec(*(None if n == 1 else a for n, a in zip(x.shape, spec, strict=True)))
         outs = PartitionSpec(*(None if d in dims else a for d, a in enumerate(ins)))
         return jax.shard_map(
             lambda x: _all_reduced(inner, x, dims, block_sums),
-            mesh=layout.mesh,
+            mesh=sharding.mesh,
             in_specs=ins,
             out_specs=outs,
             axis_names=open_axes,
         )(x)
-    sums = block_sums(layout, x)
-    axes = tuple(a for a in layout.axes_of(dims) if a in layout.manual) + _axes_of_size_1(sums)
+    sums = block_sums(sharding, x)
+    axes = tuple(a for a in sharding.axes_of(dims) if a in sharding.manual) + _axes_of_size_1(sums)
     return jax.lax.psum(sums, axes) if axes else sums
 
 
@@ -238,9 +238,9 @@ def _axes_of_size_1(x: jax.Array) -> tuple[str, ...]:
     return tuple(a for a in mesh.manual_axes if a in varying and mesh.shape[a] == 1)
 
 
-def _takes_shard_map(layout: Layout, x: jax.Array) -> bool:
+def _takes_shard_map(sharding: LeafSharding, x: jax.Array) -> bool:
     """Whether an array can be given to a shard_map over its mesh, and it costs nothing."""
-    mesh = layout.mesh
+    mesh = sharding.mesh
     is_elsewhere = (
         mesh is not None and mesh.explicit_axes and jax.typeof(x).sharding.mesh.empty
     )  # as the placeholders of `eval_shape`

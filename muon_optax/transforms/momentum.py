@@ -13,13 +13,13 @@ from muon_optax._internal.dtypes import wide_dtype
 from muon_optax._internal.leaf_types import is_float_leaf
 from muon_optax._internal.tree_paths import (
     cast_like,
-    graft,
     leaves_with_segments,
     path_name,
     present_leaves,
-    raise_together,
+    raise_all,
+    restructured_like,
 )
-from muon_optax.sharding.placement import in_its_place
+from muon_optax.sharding.placement import keeping_placement
 from muon_optax.transforms.moments import moment_dtype, zeros_like_parameter
 from muon_optax.transforms.momentum_state import MuonState
 from muon_optax.transforms.wrappers import passing_over
@@ -84,7 +84,7 @@ class Momentum:
             for path, leaf in leaves_with_segments(params)
             if not is_float_leaf(leaf)
         ]
-        raise_together(bad, "momentum needs floating-point leaves:")
+        raise_all(bad, "momentum needs floating-point leaves:")
         return MuonState(jnp.zeros([], jnp.int32), jax.tree.map(self.init, params))
 
     def init(self, param: Any) -> Any:
@@ -140,7 +140,7 @@ def check_belongs(state: Any, updates: optax.Updates) -> None:
         for p in want
         if p in have and have[p].shape != want[p].shape
     ]
-    raise_together(
+    raise_all(
         problems, "Muon's state doesn't belong to these updates (was a leaf's optimizer changed?):"
     )
 
@@ -182,9 +182,9 @@ def scale_by_momentum(
         check_belongs(state, updates)
         count = jnp.asarray(optax.safe_increment(state.count))
         weights = buffer.weights(count)
-        mu = graft(state.mu, updates)
+        mu = restructured_like(state.mu, updates)
         new = jax.tree.map(functools.partial(combine, weights.keep), mu, updates)
         mixed = jax.tree.map(functools.partial(combine, weights.mix), mu, updates)
         return cast_like(mixed, updates), MuonState(count, cast_like(new, state.mu))
 
-    return in_its_place(passing_over(optax.GradientTransformation(buffer.init_state, update)))
+    return keeping_placement(passing_over(optax.GradientTransformation(buffer.init_state, update)))

@@ -10,7 +10,7 @@ import optax
 
 from muon_optax._internal.checks import check_choice, check_decay, check_flag
 from muon_optax._internal.dtypes import wide_dtype
-from muon_optax._internal.tree_paths import graft
+from muon_optax._internal.tree_paths import restructured_like
 from muon_optax.partition import Views
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.execution import ExecutionOptions
@@ -259,8 +259,8 @@ class _Namo:
         self, updates: Any, old: MuonState, params: Any, count: jax.Array, leaves: Leaves
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Those of the mix that is orthogonalised, and of the gradient, sharded like parameters."""
-        mu = graft(old.mu, updates)
-        like = updates if params is None else graft(params, updates)
+        mu = restructured_like(old.mu, updates)
+        like = updates if params is None else restructured_like(params, updates)
         ready = ExecutionOptions().prepare(updates, mu, like, leaves, None)
         weights = self.momentum.weights(count).mix
         of_mix, of_grads = [], []

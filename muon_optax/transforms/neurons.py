@@ -182,7 +182,7 @@ class _NeuronScaling:
             factors[role], new[role] = self._factor(leaf, role, squared, moments[role])
         if len(roles) == 2:  # fused blocks, of which some are longer along the outputs
             has_output = jnp.asarray(leaf.view.per_block(roles["output"]))
-            has_output = leaf.layout.block_of(has_output)
+            has_output = leaf.sharding.block_of(has_output)
             factor = jnp.where(has_output, factors["output"], factors["reduction"])
         else:
             (factor,) = factors.values()

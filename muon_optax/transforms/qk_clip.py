@@ -16,11 +16,16 @@ import optax
 
 from muon_optax._internal.checks import check_choice, check_number
 from muon_optax._internal.dtypes import wide_dtype
-from muon_optax._internal.tree_paths import graft, leaves_with_segments, path_name, raise_together
+from muon_optax._internal.tree_paths import (
+    leaves_with_segments,
+    path_name,
+    raise_all,
+    restructured_like,
+)
 from muon_optax.sharding.declared import declared_specs
 from muon_optax.sharding.options import ShardingOptions
-from muon_optax.sharding.placement import in_its_place
-from muon_optax.sharding.specs import Layout, read_layouts
+from muon_optax.sharding.placement import keeping_placement
+from muon_optax.sharding.specs import LeafSharding, read_shardings
 
 __all__ = ["Attention", "HeadRole", "HeadWeight", "clip_qk", "qk_clip"]
 
@@ -200,13 +205,13 @@ def qk_clip(
                 "qk_clip needs the parameters and the largest logits: call update(updates, state, "
                 "params, max_logits=...)"
             )
-        params = graft(params, updates)
+        params = restructured_like(params, updates)
         factors = _factors(params, max_logits, tau, alpha, heads, declared)
         leaves, treedef = jax.tree.flatten(updates)
         rows = zip(leaves, jax.tree.leaves(params), factors, strict=True)
         return treedef.unflatten([u if f is None else _led(u, w, f) for u, w, f in rows]), state
 
-    return in_its_place(optax.GradientTransformationExtraArgs(init, update))
+    return keeping_placement(optax.GradientTransformationExtraArgs(init, update))
 
 
 def _check(tau: Any, alpha: Any, heads: Any) -> None:
@@ -229,7 +234,7 @@ def _factors(
     """What each leaf is multiplied by, as an array that broadcasts against it; None for nothing."""
     paths = [path_name(path) for path, _ in leaves_with_segments(params)]
     index = {path: i for i, path in enumerate(paths)}
-    layouts = read_layouts(params, declared_specs(declared.of(params).params, params))
+    shardings = read_shardings(params, declared_specs(declared.of(params).params, params))
     factors: list[jax.Array | None] = [None] * len(paths)
     problems = []
     for at, attention in heads.items():
@@ -238,10 +243,10 @@ def _factors(
             try:
                 i = _index_of(path, index)
                 scales = _scales(at, max_logits, attention, tau)
-                factors[i] = _factor(layouts[i], scales[weight.is_of_keys], weight, alpha)
+                factors[i] = _factor(shardings[i], scales[weight.is_of_keys], weight, alpha)
             except ValueError as error:
                 problems.append(f"{path}: {error}")
-    raise_together(problems, "QK-clip can't find the heads:")
+    raise_all(problems, "QK-clip can't find the heads:")
     return factors
 
 
@@ -274,13 +279,15 @@ def _scales(
     return {True: of_keys, False: jnp.repeat(of_keys, attention.groups, -1)}
 
 
-def _factor(layout: Layout, scales: jax.Array, weight: HeadWeight, alpha: float) -> jax.Array:
+def _factor(
+    sharding: LeafSharding, scales: jax.Array, weight: HeadWeight, alpha: float
+) -> jax.Array:
     """What a leaf is multiplied by.
 
     Raises:
       ValueError: where the axes don't hold the heads.
     """
-    shape, (*stack, count) = layout.shape, scales.shape
+    shape, (*stack, count) = sharding.shape, scales.shape
     problem = f"shape {shape} doesn't hold {count} heads as {weight}"
     if shape[: len(stack)] != tuple(stack):
         raise ValueError(f"shape {shape} doesn't begin with the max_logits' dims {tuple(stack)}")
@@ -300,7 +307,7 @@ def _factor(layout: Layout, scales: jax.Array, weight: HeadWeight, alpha: float)
         factor = factor.swapaxes(-1, -2)
     kept = {*range(len(stack)), *axes}
     whole = factor.reshape([n if axis in kept else 1 for axis, n in enumerate(shape)])
-    return layout.block_of(whole)  # inside a shard_map the leaf is a block
+    return sharding.block_of(whole)  # inside a shard_map the leaf is a block
 
 
 def _scaled(weights: jax.Array, factor: jax.Array) -> jax.Array:

@@ -145,6 +145,6 @@ def _scaled(scaling: Scaling, x: jax.Array, leaf: BoundLeaf) -> jax.Array:
     real = jnp.finfo(wide).dtype
     factor = jnp.asarray(leaf.view.per_block(base), real)
     if factor.ndim:  # inside a shard_map a block has a part of the fused axis
-        factor = leaf.layout.block_of(factor)
+        factor = leaf.sharding.block_of(factor)
     factor = factor * jnp.asarray(scaling.multiplier, real)
     return (factor * x.astype(wide)).astype(x.dtype)

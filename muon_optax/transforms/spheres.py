@@ -10,7 +10,7 @@ from jax.core import Tracer
 
 from muon_optax._internal.checks import check_choice, check_number
 from muon_optax._internal.dtypes import wide_dtype
-from muon_optax._internal.tree_paths import raise_together
+from muon_optax._internal.tree_paths import raise_all
 from muon_optax.partition import Views
 from muon_optax.sharding.placement import is_abstract, is_on_host, to_device, to_host
 from muon_optax.transforms.matrix_sums import (
@@ -129,7 +129,7 @@ class _Steps:
         arrays, treedef = jax.tree.flatten(params)
         rows = zip(self._sums(leaves), arrays, strict=True)
         norms = [_norms(sums, x) for sums, x in rows]
-        raise_together(
+        raise_all(
             [
                 f"{leaf.path}: shape {leaf.shape}"
                 for leaf, x, norm in zip(leaves, arrays, norms, strict=True)
@@ -176,7 +176,7 @@ class _Steps:
             for leaf in leaves
             if not all(-len(leaf.shape) <= a < len(leaf.shape) for a in self.spans)
         ]
-        raise_together(bad, f"these leaves don't have the axes {self.spans} of spans:")
+        raise_all(bad, f"these leaves don't have the axes {self.spans} of spans:")
         return [AxisSums(x, tuple(sorted({a % len(x.shape) for a in self.spans}))) for x in leaves]
 
     def _step(

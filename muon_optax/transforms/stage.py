@@ -13,7 +13,7 @@ import optax
 
 from muon_optax._internal.tree_paths import cast_like
 from muon_optax.sharding.bound_leaf import BoundLeaf
-from muon_optax.sharding.placement import in_its_place
+from muon_optax.sharding.placement import keeping_placement
 from muon_optax.transforms.wrappers import passing_over, widened
 
 __all__ = [
@@ -80,7 +80,7 @@ def matrix_transformation(stage: Stage, bind: Callable[[Any, Any], Leaves]) -> M
     def update(updates, state, params=None, **extra_args):
         return stage.update(updates, state, params, bind(updates, params), **extra_args)
 
-    whole = in_its_place(passing_over(optax.GradientTransformationExtraArgs(init, update)))
+    whole = keeping_placement(passing_over(optax.GradientTransformationExtraArgs(init, update)))
     return MatrixTransformation(whole.init, whole.update, stage)
 
 

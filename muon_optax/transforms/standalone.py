@@ -9,7 +9,12 @@ import optax
 from jax.sharding import NamedSharding
 
 from muon_optax._internal.dtypes import wide_dtype
-from muon_optax._internal.tree_paths import graft, leaves_with_segments, path_name, raise_together
+from muon_optax._internal.tree_paths import (
+    leaves_with_segments,
+    path_name,
+    raise_all,
+    restructured_like,
+)
 from muon_optax.partition import Views
 from muon_optax.sharding.declared import sharding_of_sums
 from muon_optax.sharding.options import ShardingOptions
@@ -61,7 +66,7 @@ def weights_of(params: Any, updates: Any, name: str) -> list[jax.Array]:
     """
     if params is None:
         raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
-    return jax.tree.leaves(graft(params, updates))
+    return jax.tree.leaves(restructured_like(params, updates))
 
 
 def value_at(value: optax.ScalarOrSchedule, count: Any) -> jax.typing.ArrayLike:
@@ -136,7 +141,7 @@ def moments_of(moments: Any, updates: Any, shapes: Sequence[tuple[int, ...] | No
         for path in {**want, **have}
         if path not in have or have[path].shape != want.get(path)
     ]
-    raise_together(
+    raise_all(
         problems, "the state doesn't belong to these updates (was a leaf's optimizer changed?):"
     )
     return [have.get(path) for path in paths]
@@ -158,4 +163,4 @@ def restored(values: Sequence[Any], updates: Any, like: Any) -> Any:
       The new tree.
     """
     filled = [optax.MaskedNode() if value is None else value for value in values]
-    return graft(jax.tree.structure(updates).unflatten(filled), like)
+    return restructured_like(jax.tree.structure(updates).unflatten(filled), like)

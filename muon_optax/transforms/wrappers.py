@@ -1,4 +1,4 @@
-"""Small wrappers around optax transformations that keep dtypes and layouts."""
+"""Small wrappers around optax transformations that keep dtypes and shardings."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from muon_optax.transforms.moments import map_moments, moment_dtype, zeros_like_
 
 __all__ = [
     "in_float32",
-    "in_parameter_layout",
     "passing_over",
+    "sharded_like_parameters",
     "widened",
 ]
 
@@ -45,12 +45,12 @@ def widened(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(wide_dtype(x.dtype)) if is_float_leaf(x) else x, tree)
 
 
-def in_parameter_layout(
+def sharded_like_parameters(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Makes the per-parameter state of `inner`, zero at first, lie where the parameters lie.
+    """Shards the per-parameter state of `inner`, zero at first, like the parameters.
 
-    optax's `zeros_like` loses the layout under `jit`: it raises on Explicit meshes without a
+    optax's `zeros_like` loses the sharding under `jit`: it raises on Explicit meshes without a
     context and puts all on device 0 on Auto ones. State of complex parameters is complex, and that
     of real ones real, whatever dtype `inner` is told to keep it in.
     """

@@ -12,7 +12,7 @@ from muon_optax._internal.tree_paths import (
     is_absent,
     leaves_with_segments,
     path_name,
-    raise_together,
+    raise_all,
 )
 from muon_optax._internal.warnings import warn_about
 from muon_optax.partition import (
@@ -135,7 +135,7 @@ def _given(
     """The leaves that the user's own rules decide about."""
     check_rules(tuple(rules), params)
     frozen = [str(rule) for rule in rules if rule.label == "frozen"]
-    raise_together(frozen, "views freeze nothing; optax.partition over muon does. Got these rules:")
+    raise_all(frozen, "views freeze nothing; optax.partition over muon does. Got these rules:")
     found = dict(zip(shapes, first_rules(rules, list(shapes.items())), strict=True))
     usual = default_rules()  # these are asked about one layer's matrix
     given = {
@@ -149,7 +149,7 @@ def _given(
             _ = rule.view is None or bind_view(rule.view, shapes[path])
         except ValueError as error:
             problems.append(f"{path_name(path)} by the rule {rule}: {error}")
-    raise_together(problems, "these rules' views don't fit:")
+    raise_all(problems, "these rules' views don't fit:")
     return given
 
 
@@ -175,13 +175,13 @@ def _declared(
         if places and not any(rule.matches(path, ()) for path, _ in places)
     ]
     names = ", ".join(path_name(path) for path, _ in places[:20])
-    raise_together(unused, f"these patterns of `scanned` match nothing among {names}:")
+    raise_all(unused, f"these patterns of `scanned` match nothing among {names}:")
     declared = {
         path: next((axis for rule, axis in stacks if rule.matches(path, ())), -1)
         for path in shapes
         if any(rule.matches(path, ()) for rule, _ in stacks)
     }
-    raise_together(
+    raise_all(
         [
             f"{path_name(path)}: axis {axis} of shape {shapes[path]}"
             for path, axis in declared.items()

@@ -34,7 +34,7 @@ class Stacked:
       is_declared: whether the user said that it is stacked, not along which axis.
       is_doubtful: whether it is stacked along an axis that nothing tells.
       stack_places: axes, of those that are left, that may be stacked: the places whose sizes all
-        the leaves share that lie below the module around the layer's own.
+        the leaves share that are below the module around the layer's own.
       around: how many modules of several parts are around the leaf, as far as these count.
     """
 

@@ -62,7 +62,7 @@ def train(kind: str) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     first, state = update(params, state, params)
     second, state = update(first, state, params)
     for name, sharding in where.items():
-        sharded.assert_lies(first[name], sharding)
+        sharded.assert_sharded(first[name], sharding)
     return first, second
 
 

@@ -148,7 +148,7 @@ class Reference:
     def _muon(self, name: str, p: Any) -> Any:
         mix = self._mix(p.grad, self.momentum[name])
         whole = mix.full_tensor() if isinstance(mix, DTensor) else mix
-        # An embedding looks a row up: its weight lies [in, out], unlike a Linear's.
+        # An embedding looks a row up: its weight is [in, out], unlike a Linear's.
         out, fan_in = whole.shape[::-1] if "embed" in name else whole.shape
         direction = self.conventions.scale(out, fan_in) * self._orthogonalized(whole)
         if not isinstance(p, DTensor):

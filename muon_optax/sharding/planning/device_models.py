@@ -63,7 +63,7 @@ class DeviceModel:
     def bandwidth_over(self, axes: tuple[str, ...], sizes: dict[str, int]) -> float:
         """Bytes/s for an exchange over mesh axes: that of the slowest one.
 
-        A mesh's last axes are taken to lie within a node, as `jax.make_mesh` lays them.
+        A mesh's last axes are taken to be within a node, as `jax.make_mesh` lays them.
         """
         given, reach, found = dict(self.axis_bandwidth), 1, [self.bandwidth]
         for axis, size in reversed(sizes.items()):

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import jax.numpy as jnp
 
-from muon_optax._internal.tree_paths import raise_together
+from muon_optax._internal.tree_paths import raise_all
 from muon_optax.orthogonalization import NewtonSchulz, resolve_schedule
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.planning.buckets import Bucket, WorkSlice, group_leaves
@@ -96,17 +96,17 @@ def _workload(leaf: BoundLeaf, newton_schulz: NewtonSchulz | None) -> Workload:
     # A function of the user's is counted as if it were the default iteration.
     counted = newton_schulz or NewtonSchulz(resolve_schedule())
     flops = sum(k * counted.flops(m, n, dtype) for k, m, n in leaf.view.matrices)
-    mesh = leaf.layout.mesh
+    mesh = leaf.sharding.mesh
     return Workload(
         rows,
         columns,
         itemsize=dtype.itemsize,
         flops=flops // leaf.view.batch,
         shard_axes=leaf.shard_axes,
-        replica_axes=leaf.layout.free,
+        replica_axes=leaf.sharding.free,
         sizes=() if mesh is None else tuple(mesh.shape.items()),
         newton_schulz=newton_schulz,
-        results_are_replicated=leaf.result_layout is not None,
+        results_are_replicated=leaf.result_sharding is not None,
     )
 
 
@@ -133,7 +133,7 @@ def _check_strategies(leaves: Iterable[BoundLeaf], newton_schulz: NewtonSchulz |
                 f"{leaf.path}: {leaf.strategy!r} can't be, {why[leaf.strategy]}; "
                 f"possible: {possible}"
             )
-    raise_together(problems, "these leaves can't have the strategy asked for:")
+    raise_all(problems, "these leaves can't have the strategy asked for:")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,13 +228,13 @@ class _Chooser:
             # collective than under plain matmuls. So those go one by one of which each takes much
             # longer to send than the latency.
             at_once = 1
-        elif not strategy.communicates and self.are_single and self.leaf.layout.is_known:
+        elif not strategy.communicates and self.are_single and self.leaf.sharding.is_known:
             at_once = min(at_once, group_size(count, workload.rows * workload.columns))
         return min(count, at_once * strategy.round_size(workload))
 
     def _reason(self, strategy: Strategy, count: int, workload: Workload) -> str:
-        if not self.leaf.layout.is_known:
-            return "layout unknown: left to the partitioner; give param_shardings"
+        if not self.leaf.sharding.is_known:
+            return "sharding unknown: left to the partitioner; give param_shardings"
         if self.leaf.strategy != "auto":
             return "asked for"
         return strategy.reason(self.leaf, count, workload)

@@ -81,7 +81,7 @@ class Buffers(abc.ABC):
         return tuple(new.astype(old.dtype) for new, old in zip(kept, operands[1:], strict=True))
 
     def _unstacked_result(self, results: jax.Array) -> jax.Array:
-        block = (self.leaf.result_layout or self.leaf.layout).block
+        block = (self.leaf.result_sharding or self.leaf.sharding).block
         return self.leaf.view.unstack(results, block)
 
 
@@ -158,12 +158,12 @@ class _InPlace(Buffers):
         first, *others = arrays.operands
         results = first if self._replaces_first(arrays) else arrays.results
         assert results is not None
-        block = self.leaf.layout.block
+        block = self.leaf.sharding.block
         kept = (self.leaf.view.unstack(x, block) for x in others)
         return self._unstacked_result(results), *kept
 
     def _replaces_first(self, arrays: _Stacks) -> bool:
-        return self.leaf.result_layout is None and arrays.operands[0].dtype == self.leaf.dtype
+        return self.leaf.result_sharding is None and arrays.operands[0].dtype == self.leaf.dtype
 
 
 class _Parts(NamedTuple):

@@ -62,14 +62,14 @@ def run_buckets(
     """
     by_mapping: dict[Any, list[Bucket]] = {}
     for bucket in buckets:
-        by_mapping.setdefault((bucket.leaf.layout.mesh, _axes_to_map(bucket)), []).append(bucket)
+        by_mapping.setdefault((bucket.leaf.sharding.mesh, _axes_to_map(bucket)), []).append(bucket)
     found = dict(enumerate(operands))  # a leaf in no bucket is empty
     # No program of a user's function is kept: what it closes over may be large, traced, or change.
     run = _compiled_over_mesh if orthogonalizer.newton_schulz else _over_mesh
     for (mesh, axes), mapped in by_mapping.items():
         mine = {i: operands[i] for bucket in mapped for i in bucket.members}
         if axes:
-            mine = {i: tuple(on_mesh_of(leaves[i].layout, x) for x in mine[i]) for i in mine}
+            mine = {i: tuple(on_mesh_of(leaves[i].sharding, x) for x in mine[i]) for i in mine}
         pipeline = _Pipeline(tuple(mapped), tuple(leaves), orthogonalizer, elementwise, is_ordered)
         found |= run(pipeline, mesh, axes, scalars, mine)
     return [found[i] for i in range(len(leaves))]
@@ -86,8 +86,8 @@ def _over_mesh(
     run: Any = pipeline
     if axes:
         leaves = {i: pipeline.leaves[i] for i in operands}
-        specs = {i: leaf.layout.partition_spec for i, leaf in leaves.items()}
-        ends = {i: (x.result_layout or x.layout).partition_spec for i, x in leaves.items()}
+        specs = {i: leaf.sharding.partition_spec for i, leaf in leaves.items()}
+        ends = {i: (x.result_sharding or x.sharding).partition_spec for i, x in leaves.items()}
         out = {i: (ends[i], *[specs[i]] * (len(operands[i]) - 1)) for i in leaves}
         ins = (PartitionSpec(), specs)
         run = jax.shard_map(run, mesh=mesh, in_specs=ins, out_specs=out, axis_names=set(axes))
@@ -101,13 +101,13 @@ _compiled_over_mesh = jax.jit(_over_mesh, static_argnums=(0, 1, 2), inline=True)
 
 def _axes_to_map(bucket: Bucket) -> frozenset[str]:
     """Mesh axes to make Manual: all that are known and not Manual yet, if any is needed."""
-    layout = bucket.leaf.layout
+    sharding = bucket.leaf.sharding
     divided = {a for work_slice in bucket.slices for a in work_slice.replica_axes}
     # Axes of size 1 count: matmuls of blocks typed with them would be refused.
-    typed = {a for axes in layout.type_key for a in axes}
-    if layout.mesh is None or not (typed | divided) - set(layout.manual):
+    typed = {a for axes in sharding.type_key for a in axes}
+    if sharding.mesh is None or not (typed | divided) - set(sharding.manual):
         return frozenset()
-    return frozenset(layout.known) - set(layout.manual)
+    return frozenset(sharding.known) - set(sharding.manual)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Gram(Strategy):
     def why_impossible(self, leaf: BoundLeaf, newton_schulz: NewtonSchulz | None) -> str | None:
         view = leaf.view
         long = view.output_axes if view.fan_out >= view.fan_in else view.reduction_axes
-        if leaf.result_layout is not None:
+        if leaf.result_sharding is not None:
             return "the results are replicated to every device"
         if newton_schulz is None:
             return "a function of the user's needs whole matrices"
@@ -37,9 +37,9 @@ class Gram(Strategy):
             return "the spectral norm needs whole matrices"
         if len(view.block_sizes) > 1:
             return "fused blocks are cut from whole matrices"
-        if not leaf.shard_axes or leaf.layout.axes_of(long) != leaf.shard_axes:
+        if not leaf.shard_axes or leaf.sharding.axes_of(long) != leaf.shard_axes:
             return "the long side of a matrix, and that alone, must be sharded"
-        if leaf.layout.is_mapped:
+        if leaf.sharding.is_mapped:
             return "JAX can't reduce-scatter under a vmap over an Explicit mesh axis"
         return None
 
@@ -91,7 +91,7 @@ class Gram(Strategy):
     ) -> jax.Array:
         axes, view, count = matrices.leaf.shard_axes, matrices.leaf.view, x.shape[0]
         rounded = -(-count // matrices.shards) * matrices.shards  # Gram matrices alone are padded
-        block = dataclasses.replace(view, shape=matrices.leaf.layout.block)
+        block = dataclasses.replace(view, shape=matrices.leaf.sharding.block)
         block = dataclasses.replace(block, block_sizes=(block.fan_out,))
         exchange = GramExchange(
             maximum=lambda v: jax.lax.pmax(jax.lax.stop_gradient(v), axes),

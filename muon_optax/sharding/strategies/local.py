@@ -40,7 +40,7 @@ class Local(Strategy):
         return 1
 
     def reason(self, leaf: BoundLeaf, count: int, workload: Workload) -> str:
-        if workload.count(leaf.layout.free) > 1:
+        if workload.count(leaf.sharding.free) > 1:
             return "repeating it takes less time than sharing it"
         return "matrices are whole here"
 

@@ -52,7 +52,7 @@ class ShardedMatrices:
     @property
     def results_are_replicated(self) -> bool:
         """Whether results go unsharded to every device, as under ZeRO-1."""
-        return self.leaf.result_layout is not None
+        return self.leaf.result_sharding is not None
 
     def padded_for_replicas(self, x: jax.Array) -> jax.Array:
         """Zero matrices added up to a multiple of the number of replicas."""
@@ -108,10 +108,10 @@ class ShardedMatrices:
 
     @property
     def _spec(self) -> list[tuple[str, ...]]:
-        return [self.leaf.layout.spec[a] for a in self.leaf.view.stack_axes]
+        return [self.leaf.sharding.spec[a] for a in self.leaf.view.stack_axes]
 
     def _devices(self, axes: tuple[str, ...]) -> int:
-        return self.leaf.layout.count(axes)
+        return self.leaf.sharding.count(axes)
 
 
 def index_along(axes: tuple[str, ...]) -> jax.Array | int:
