@@ -53,7 +53,7 @@ def _after(name: str, sigma: np.ndarray) -> np.ndarray:
 
 
 def all_to_all() -> Figure:
-    """Pieces of four matrices on four devices, before, between and after the two exchanges."""
+    """Pieces of four matrices on four devices, before, between and after the two all-to-alls."""
     figure = Figure(figsize=(9, 2.8), layout="constrained")
     axes = figure.subplots(1, 3)
     titles = ("sharded", "whole on one device each:\nNewton–Schulz", "sharded again")

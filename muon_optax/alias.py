@@ -139,7 +139,7 @@ def muon(
       scale_factor: multiplies any scale.
       ns_method: 'standard', 'gram', or 'auto': as in `newton_schulz`.
       ns_dtype: dtype to orthogonalise in; None is the momentum's.
-      ns_precision: precision of the products, as in `jax.lax.dot`. The default means TF32 for
+      ns_precision: precision of the matmuls, as in `jax.lax.dot`. The default means TF32 for
         float32 on recent GPUs and bfloat16 inputs on TPUs.
       orthogonalizer: a function on (batch, m, n) used instead of Newton-Schulz; not with the
         strategy 'gram'.
@@ -163,7 +163,7 @@ def muon(
       last: a transformation of Muon's updates, after all else, or a sequence of several.
       strategy: how sharded matrices are brought together: 'auto', 'gather', 'all_to_all', 'gram'
         or 'local', or (pattern, strategy) pairs with patterns as in `Rule`.
-      max_workspace_bytes: bound of one exchange's workspace on a device; None is the larger of
+      max_workspace_bytes: bound of one round's workspace on a device; None is the larger of
         256 MiB and six times the largest matrix.
       device: an accelerator's name or a `DeviceModel`, for the choice of strategies.
 

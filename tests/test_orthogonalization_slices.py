@@ -9,19 +9,19 @@ import pytest
 from oracle import gaussian, relative_error
 
 from muon_optax.orthogonalization import (
-    GramExchange,
+    GramCollectives,
     NewtonSchulz,
     Preconditioning,
     resolve_schedule,
 )
 
 DEVICES = 4
-OWNERS = GramExchange(
+OWNERS = GramCollectives(
     maximum=lambda x: jax.lax.pmax(x, "d"),
     reduce=lambda x: jax.lax.psum_scatter(x, "d", scatter_dimension=0, tiled=True),
-    spread=lambda x: jax.lax.all_gather(x, "d", axis=0, tiled=True),
+    to_all=lambda x: jax.lax.all_gather(x, "d", axis=0, tiled=True),
 )
-EVERYONE = GramExchange(
+EVERYONE = GramCollectives(
     maximum=lambda x: jax.lax.pmax(x, "d"), reduce=lambda x: jax.lax.psum(x, "d")
 )
 
@@ -34,7 +34,7 @@ def matrices(count: int = 8, dtype: Any = jnp.float32) -> jax.Array:
 
 
 def on_devices(
-    function: NewtonSchulz, x: jax.Array, exchange: GramExchange, axis: Any
+    function: NewtonSchulz, x: jax.Array, exchange: GramCollectives, axis: Any
 ) -> jax.Array:
     slices = jnp.stack(jnp.split(x, DEVICES, axis))
     run = jax.jit(jax.vmap(lambda x: function.on_slices(x, exchange, axis=axis), axis_name="d"))
@@ -85,7 +85,7 @@ def test_exchanges_are_as_many_as_passes():
         return call
 
     function = NewtonSchulz(resolve_schedule("cans"))
-    on_devices(function, matrices(), GramExchange(*map(counted, calls)), -1)
+    on_devices(function, matrices(), GramCollectives(*map(counted, calls)), -1)
     assert calls == {"maximum": 1, "reduce": 3, "spread": 4}
 
 
@@ -101,4 +101,4 @@ def test_non_finite_values_stay_in_their_matrix():
 
 def test_empty_slices_need_no_exchange():
     function = NewtonSchulz(resolve_schedule("tight"))
-    assert function.on_slices(jnp.zeros((0, 3, 4)), GramExchange()).shape == (0, 3, 4)
+    assert function.on_slices(jnp.zeros((0, 3, 4)), GramCollectives()).shape == (0, 3, 4)

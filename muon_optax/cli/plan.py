@@ -47,7 +47,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--strategy", choices=("auto", *STRATEGIES), default="auto")
     parser.add_argument("--ns-coeffs", default="jordan", help="name of a schedule")
-    parser.add_argument("--ns-dtype", help="of exchange and products; default: the parameters'")
+    parser.add_argument("--ns-dtype", help="of collectives and matmuls; default: the parameters'")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the plan there; - prints it instead"
     )

@@ -48,7 +48,7 @@ def update_stats(
     """RMS and range of singular values of Muon's updates, to be logged in training.
 
     The range comes from a few Lanczos steps on each matrix's Gram matrix, cheaper than one
-    Newton-Schulz product: both ends are estimates from inside, exact (to rounding) for matrices
+    Newton-Schulz matmul: both ends are estimates from inside, exact (to rounding) for matrices
     with no more than `steps` rows or columns. It is computed in float32, in float64 for leaves of
     that.
 

@@ -8,7 +8,7 @@ from muon_optax.orthogonalization.coefficients import (
     ScheduleName,
     gram_restarts,
 )
-from muon_optax.orthogonalization.iterate import GramExchange
+from muon_optax.orthogonalization.iterate import GramCollectives
 from muon_optax.orthogonalization.orthogonalizer import (
     Method,
     NewtonSchulz,
@@ -21,7 +21,7 @@ from muon_optax.orthogonalization.resolve import Coefficients, resolve_schedule
 __all__ = [
     "SCHEDULES",
     "Coefficients",
-    "GramExchange",
+    "GramCollectives",
     "Method",
     "NewtonSchulz",
     "PrecisionName",

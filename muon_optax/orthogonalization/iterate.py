@@ -1,8 +1,8 @@
 """The quintic Newton–Schulz iteration, in its standard and in its Gram form.
 
 Every step is X ← (aI + bA + cA²)X with A = XXᴴ, for X wide. A tall X is worked on as its transpose,
-which only changes the axes that products sum over: `axis` is the long one, -1 or -2. Nothing here
-adds a batch dimension, as a product with one is slower on CPU.
+which only changes the axes that matmuls sum over: `axis` is the long one, -1 or -2. Nothing here
+adds a batch dimension, as a matmul with one is slower on CPU.
 """
 
 import functools
@@ -16,33 +16,33 @@ from jax import lax
 
 from muon_optax.orthogonalization.coefficients import Row, Schedule
 from muon_optax.orthogonalization.normalize import Map, identity, precondition, scaled
-from muon_optax.orthogonalization.symmetric import commuting_matmul, gram_matrix, product
+from muon_optax.orthogonalization.symmetric import commuting_matmul, gram_matrix, matmul
 
-__all__ = ["ALONE", "GramExchange", "gram", "standard"]
+__all__ = ["ALONE", "GramCollectives", "gram", "standard"]
 
 
-class GramExchange(NamedTuple):
+class GramCollectives(NamedTuple):
     """How devices that hold slices of the same matrices work together; by default, one does.
 
     Attributes:
       maximum: (L, 1, 1) local maxima -> their maxima over the devices.
       reduce: (L, m, m) local Gram matrices -> (l, m, m), the sums of those that this device owns.
-      spread: (l, ...) results of the owned matrices -> (L, ...), those of all matrices.
+      to_all: (l, ...) results of the owned matrices -> (L, ...), those of all matrices.
     """
 
     maximum: Map = identity
     reduce: Map = identity
-    spread: Map = identity
+    to_all: Map = identity
 
 
-ALONE = GramExchange()
+ALONE = GramCollectives()
 
 
 def standard(x: jax.Array, schedule: Schedule, *, axis: int, precision: str | None) -> jax.Array:
-    """The iteration as it is written: two products of X's size and one small one a step.
+    """The iteration as it is written: two matmuls of X's size and one small one a step.
 
     Args:
-      x: (..., m, n), not empty; its dtype is that of the products.
+      x: (..., m, n), not empty; its dtype is that of the matmuls.
       schedule: the coefficients and the normalisation.
       axis: the long axis, -1 or -2.
       precision: as in `jax.lax.dot_general`.
@@ -71,22 +71,22 @@ def gram(
     schedule: Schedule,
     *,
     axis: int,
-    exchange: GramExchange = ALONE,
+    collectives: GramCollectives = ALONE,
 ) -> jax.Array:
     """The iteration on R = XXᴴ, which touches X only at the start, at restarts and at the end.
 
     R and the product Q of the steps' factors are float32 at least. Q magnifies small singular
     values a hundredfold and large ones not at all, as a difference of large entries, so that its
-    rounding is felt most along large ones. So all products of float32 matrices have precision
+    rounding is felt most along large ones. So all matmuls of float32 matrices have precision
     'highest' (even 'high' means TF32 on GPUs), and in half precision Q is multiplied by X in two
     parts, see `_apply`.
     Source: Dao AI Lab, "Gram Newton–Schulz", github.com/Dao-AILab/gram-newton-schulz.
 
     Args:
-      x: (..., m, n), not empty; with an `exchange`, this device's slice along `axis`.
+      x: (..., m, n), not empty; with `collectives`, this device's slice along `axis`.
       schedule: the coefficients, the normalisation, and the restarts.
       axis: the long axis, -1 or -2.
-      exchange: Sums over the devices that hold `x`.
+      collectives: Sums over the devices that hold `x`.
 
     Returns:
       An array like `x`.
@@ -94,14 +94,14 @@ def gram(
     precision = "highest"
     times = functools.partial(commuting_matmul, precision=precision)
     for start, end in itertools.pairwise((0, *schedule.restarts, len(schedule.rows))):
-        r = exchange.reduce(gram_matrix(x, axis, precision))
+        r = collectives.reduce(gram_matrix(x, axis, precision))
         if start == 0:
             r, r2, scale = precondition(r, schedule, lambda r: times(r, r))
-            scale = exchange.spread(scale)
+            scale = collectives.to_all(scale)
         else:
             r2, scale = times(r, r), None
         q = _gram_steps(schedule.rows[start:end], r, r2, times)
-        x = _apply(exchange.spread(q), scale, x, axis, precision, split=True)
+        x = _apply(collectives.to_all(q), scale, x, axis, precision, split=True)
     return x
 
 
@@ -121,7 +121,7 @@ def _gram_steps(
 
 
 def _factor(row: Row, a: jax.Array, a2: jax.Array) -> jax.Array:
-    """The factor aI + bA + cA². With aI in it, its product with X needs no pass over X after it."""
+    """The factor aI + bA + cA². With aI in it, its matmul with X needs no pass over X after it."""
     eye = jnp.eye(a.shape[-1], dtype=a.dtype)
     eye = eye.reshape((1,) * (a.ndim - 2) + eye.shape)  # for jax.numpy_rank_promotion("raise")
     return row[0] * eye + row[1] * a + row[2] * a2
@@ -156,8 +156,8 @@ def _apply(
 
     def times_x(factor: jax.Array) -> jax.Array:
         if axis == -1:
-            return product(factor, x, (-1, -2), precision)
-        return product(x, factor, (-1, -1), precision)
+            return matmul(factor, x, (-1, -2), precision)
+        return matmul(x, factor, (-1, -1), precision)
 
     if is_half and split:
         # Not by astype and back, which XLA takes for no change at all where it may keep precision.

@@ -14,7 +14,7 @@ Map = Callable[[jax.Array], jax.Array]
 
 
 def identity(x: jax.Array) -> jax.Array:
-    """What one device needs of an exchange between devices."""
+    """What a collective gives where there is one device: its argument."""
     return x
 
 

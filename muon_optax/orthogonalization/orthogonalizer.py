@@ -44,20 +44,20 @@ def newton_schulz(
       x: (..., m, n), float16, bfloat16, float32, float64, complex64 or complex128.
       ns_coeffs: a schedule's name, a triple that every step uses, or one triple for each step.
       ns_steps: the number of steps; None means the schedule's own length, five for a triple.
-      method: 'standard', 'gram', or 'auto': the one with fewer operations where products of
+      method: 'standard', 'gram', or 'auto': the one with fewer operations where matmuls of
         float32 are exact, which the Gram method needs, else 'standard'.
       preconditioning: the norm to divide by, 'frobenius', 'spectral', 'schatten' (the Schatten-4
         norm), 'schatten8', or 'aol', which changes the polar factor itself. None means the
         schedule's own.
-      dtype: the dtype of the products, 'bfloat16', 'float16', 'float32' or 'float64'; None means
+      dtype: the dtype of the matmuls, 'bfloat16', 'float16', 'float32' or 'float64'; None means
         `x`'s. Sums are float32 at least. Complex input is computed in a complex dtype of at least
         that precision.
-      precision: of the products, as in `jax.lax.dot_general`. The Gram method's products of
+      precision: of the matmuls, as in `jax.lax.dot_general`. The Gram method's matmuls of
         float32 are always 'highest'.
 
     Returns:
       An array of the shape and dtype of `x`. No singular value is above ``schedule.maximum`` by
-      more than 5% in half precision (or with products that round float32 to bfloat16), or 0.5%.
+      more than 5% in half precision (or with matmuls that round float32 to bfloat16), or 0.5%.
 
     Raises:
       TypeError: `x` is none of these dtypes, or an option has a wrong type.
@@ -80,8 +80,8 @@ class NewtonSchulz:
     Attributes:
       schedule: from `resolve_schedule`.
       method: 'auto', 'standard' or 'gram'.
-      dtype: the dtype of the products, None for that of the input.
-      precision: of the products, as in `jax.lax.dot_general`.
+      dtype: the dtype of the matmuls, None for that of the input.
+      precision: of the matmuls, as in `jax.lax.dot_general`.
 
     Example:
       >>> orthogonalizer = NewtonSchulz(resolve_schedule("polar_express", 8))
@@ -111,7 +111,7 @@ class NewtonSchulz:
         return _orthogonalize(self, x) if x.size else x
 
     def rounds(self, dtype: DTypeLike) -> bool | None:
-        """Whether products of `dtype` round what they take in to fewer bits than float32 has.
+        """Whether matmuls of `dtype` round what they take in to fewer bits than float32 has.
 
         None: they do on GPUs and TPUs, where JAX's default precision is TF32 or bfloat16, and don't
         on CPU.
@@ -130,16 +130,16 @@ class NewtonSchulz:
         return None if precision is None else precision not in _FULL_PRECISION
 
     def on_slices(
-        self, x: jax.Array, exchange: iterate.GramExchange, *, axis: Literal[-1, -2] = -1
+        self, x: jax.Array, collectives: iterate.GramCollectives, *, axis: Literal[-1, -2] = -1
     ) -> jax.Array:
         """The Gram method on matrices of which each device holds a slice of the long axis.
 
         Only Gram matrices, their results, and a scalar or a row of scales for each matrix are
-        exchanged; the slices stay where they are.
+        communicated; the slices stay where they are.
 
         Args:
           x: (L, m, n_local), or (L, n_local, m) for ``axis=-2``.
-          exchange: the sums over devices, and who owns which matrix.
+          collectives: the sums over devices, and who owns which matrix.
           axis: the axis that is sliced.
 
         Returns:
@@ -148,8 +148,8 @@ class NewtonSchulz:
         Example:
           >>> def local(x):
           ...     total = lambda x: jax.lax.psum(x, "devices")
-          ...     exchange = iterate.GramExchange(lambda x: jax.lax.pmax(x, "devices"), total)
-          ...     return NewtonSchulz(resolve_schedule("polar_express", 8)).on_slices(x, exchange)
+          ...     collectives = iterate.GramCollectives(lambda x: jax.lax.pmax(x, "devices"), total)
+          ...     return NewtonSchulz(resolve_schedule("polar_express", 8)).on_slices(x, collectives)
           >>> slices = jnp.array([3.0, -4.0]).reshape(2, 1, 1, 1)
           >>> print(jax.vmap(local, axis_name="devices")(slices).ravel().round(3))
           [ 0.6 -0.8]
@@ -157,16 +157,16 @@ class NewtonSchulz:
         _check_matrices(x)
         if not x.size:
             return x
-        y = _normalized(x, self.matmul_dtype(x.dtype), exchange.maximum)
-        return self._gram(y, axis, exchange).astype(x.dtype)
+        y = _normalized(x, self.matmul_dtype(x.dtype), collectives.maximum)
+        return self._gram(y, axis, collectives).astype(x.dtype)
 
     def chosen_method(self, m: int, n: int, dtype: DTypeLike) -> Literal["standard", "gram"]:
         """The method for m×n matrices of `dtype`.
 
-        For 'auto', it is the one with fewer operations, but 'standard' where float32 products round
+        For 'auto', it is the one with fewer operations, but 'standard' where float32 matmuls round
         what they take in, as they do by default on the accelerators of this process: the Gram
-        method must not, and its products take several times as long there. In half precision only
-        its small products are float32, which counts in `gram_has_fewer_flops`.
+        method must not, and its matmuls take several times as long there. In half precision only
+        its small matmuls are float32, which counts in `gram_has_fewer_flops`.
 
         Example:
           >>> orthogonalizer = NewtonSchulz(resolve_schedule("jordan"))
@@ -175,17 +175,17 @@ class NewtonSchulz:
         """
         if self.method != "auto":
             return self.method
-        products = self.matmul_dtype(jnp.dtype(dtype))
-        is_half = products.itemsize < 4
-        rounds = self.rounds(products)
+        matmuls = self.matmul_dtype(jnp.dtype(dtype))
+        is_half = matmuls.itemsize < 4
+        rounds = self.rounds(matmuls)
         if not is_half and (rounds or (rounds is None and jax.default_backend() != "cpu")):
             return "standard"
         return "gram" if self.gram_has_fewer_flops(m, n, is_half=is_half) else "standard"
 
     def gram_has_fewer_flops(self, m: int, n: int, *, is_half: bool) -> bool:
-        """Whether the Gram method takes fewer operations, symmetric products counted as half.
+        """Whether the Gram method takes fewer operations, symmetric matmuls counted as half.
 
-        In half precision its small products are float32 and count twice, as they take twice as long
+        In half precision its small matmuls are float32 and count twice, as they take twice as long
         at least.
 
         Example:
@@ -203,7 +203,7 @@ class NewtonSchulz:
         return gram < standard
 
     def matmul_dtype(self, own: Any) -> Any:
-        """The dtype of the products for input of dtype `own`.
+        """The dtype of the matmuls for input of dtype `own`.
 
         Example:
           >>> NewtonSchulz(resolve_schedule("fast"), dtype="bfloat16").matmul_dtype("float32")
@@ -214,7 +214,7 @@ class NewtonSchulz:
         return wide_dtype(dtype, jnp.complex64) if is_complex else dtype
 
     def flops(self, m: int, n: int, dtype: DTypeLike = "float32") -> int:
-        """FLOPs for one m×n matrix of `dtype`, all products counted as dense.
+        """FLOPs for one m×n matrix of `dtype`, all matmuls counted as dense.
 
         A multiply-add is 2. Standard: T(4m²n + 2m³) for m <= n and T steps; Gram: see `gram_flops`.
 
@@ -229,7 +229,7 @@ class NewtonSchulz:
         return len(self.schedule.rows) * (4 * m**2 * n + 2 * m**3)
 
     def gram_flops(self, m: int, n: int, *, is_half: bool) -> tuple[int, int]:
-        """FLOPs of the Gram method: of the products with X, and of the small ones.
+        """FLOPs of the Gram method: of the matmuls with X, and of the small ones.
 
         For m <= n, T steps and r restarts: 4(r + 1)m²n, or 6(r + 1)m²n in half precision, where Q
         is multiplied in two parts; and (8T − 6(r + 1))m³.
@@ -240,8 +240,8 @@ class NewtonSchulz:
         """
         m, n = sorted((m, n))
         passes = self.schedule.passes
-        products = (6 if is_half else 4) * passes * m**2 * n
-        return products, (8 * len(self.schedule.rows) - 6 * passes) * m**3
+        matmuls = (6 if is_half else 4) * passes * m**2 * n
+        return matmuls, (8 * len(self.schedule.rows) - 6 * passes) * m**3
 
     def _standard(self, x: jax.Array, axis: Literal[-1, -2]) -> jax.Array:
         schedule, precision = self.schedule, self.precision
@@ -256,11 +256,11 @@ class NewtonSchulz:
         self,
         x: jax.Array,
         axis: Literal[-1, -2],
-        exchange: iterate.GramExchange = iterate.ALONE,
+        collectives: iterate.GramCollectives = iterate.ALONE,
     ) -> jax.Array:
         is_half = x.dtype.itemsize < 4
         schedule = self.schedule.with_safety() if is_half else self.schedule
-        return iterate.gram(x, schedule, axis=axis, exchange=exchange)
+        return iterate.gram(x, schedule, axis=axis, collectives=collectives)
 
     def _iterated(self, x: jax.Array, axis: Literal[-1, -2]) -> jax.Array:
         m, n = x.shape[-2:]
@@ -275,17 +275,17 @@ def _orthogonalize(config: NewtonSchulz, x: jax.Array) -> jax.Array:
     y = _normalized(x, config.matmul_dtype(x.dtype))
     if m > n and y.dtype.itemsize < 4:
         # In half precision XLA's sums over columns take twice the time on CPU. The barriers keep it
-        # from moving the transposition into the products again.
+        # from moving the transposition into the matmuls again.
         y = config._iterated(lax.optimization_barrier(y.mT), -1)
         y = lax.optimization_barrier(y).mT
     else:
-        # Else `x` would be kept, and scaled again for each of the products with it.
+        # Else `x` would be kept, and scaled again for each of the matmuls with it.
         y = config._iterated(lax.optimization_barrier(y), -1 if m <= n else -2)
     return y.astype(x.dtype)
 
 
 def _normalized(x: jax.Array, dtype: Any, maximum: Map = identity) -> jax.Array:
-    """`x` in the dtype of the products, its largest entry near 1."""
+    """`x` in the dtype of the matmuls, its largest entry near 1."""
     return near_one(x.astype(wide_dtype(x.dtype, dtype)), maximum).astype(dtype)
 
 

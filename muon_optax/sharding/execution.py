@@ -62,7 +62,7 @@ class ExecutionOptions:
 
     Attributes:
       strategy: 'auto', a strategy, or (pattern, strategy) pairs, the first match winning.
-      max_workspace_bytes: bound of the workspace of one exchange on a device.
+      max_workspace_bytes: bound of the workspace of one round of collectives on a device.
       device: a name or a model, for the cost model.
     """
 

@@ -48,7 +48,7 @@ def orthogonalize(
       preconditioning: how the matrix is brought into range; None is the schedule's own.
       ns_method: 'standard', 'gram', or 'auto': as in `newton_schulz`.
       ns_dtype: dtype to compute in; None is the update's.
-      ns_precision: precision of the products, as in `jax.lax.dot`.
+      ns_precision: precision of the matmuls, as in `jax.lax.dot`.
       orthogonalizer: a function on (batch, m, n), used instead of Newton-Schulz; not with the
         strategy 'gram'.
       weight_dimension_numbers: a view, a tree of views, or a function that returns one; None takes
@@ -58,7 +58,7 @@ def orthogonalize(
         metadata. Explicit meshes don't need it.
       strategy: how sharded matrices are brought together: 'auto', 'gather', 'all_to_all', 'gram'
         or 'local', or (pattern, strategy) pairs with patterns as in `Rule`.
-      max_workspace_bytes: bound of one exchange's workspace on a device; None is the larger of
+      max_workspace_bytes: bound of one round's workspace on a device; None is the larger of
         256 MiB and six times the largest matrix.
       device: an accelerator's name or a `DeviceModel`, for the choice of strategies.
 

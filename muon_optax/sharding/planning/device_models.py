@@ -15,14 +15,14 @@ class DeviceModel:
 
     Attributes:
       name: as shown in tables.
-      half_flops: FLOP/s of products in half precision.
-      single_flops: FLOP/s of products in float32 at default precision.
+      half_flops: FLOP/s of matmuls in half precision.
+      single_flops: FLOP/s of matmuls in float32 at default precision.
       bandwidth: bytes/s that a device can receive from its neighbours.
       node_size: devices that are neighbours.
       slow_bandwidth: bytes/s that a device can receive from beyond them.
       latency: seconds for one collective.
       axis_bandwidth: bytes/s for single mesh axes, as pairs, instead of the above.
-      overlaps: whether exchanges run under products, and the compiler keeps to the order that this
+      overlaps: whether collectives run under matmuls, and the compiler keeps to the order that this
         takes.
 
     Raises:
@@ -61,7 +61,7 @@ class DeviceModel:
         return self.half_flops if itemsize < 4 else self.single_flops
 
     def bandwidth_over(self, axes: tuple[str, ...], sizes: dict[str, int]) -> float:
-        """Bytes/s for an exchange over mesh axes: that of the slowest one.
+        """Bytes/s for a collective over mesh axes: that of the slowest one.
 
         A mesh's last axes are taken to be within a node, as `jax.make_mesh` lays them.
         """

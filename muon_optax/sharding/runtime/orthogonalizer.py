@@ -11,7 +11,7 @@ from muon_optax._internal.checks import check_choice, check_flag, check_static
 from muon_optax._internal.dtypes import wide_dtype
 from muon_optax.orthogonalization import (
     Coefficients,
-    GramExchange,
+    GramCollectives,
     Method,
     NewtonSchulz,
     PrecisionName,
@@ -63,21 +63,25 @@ class Orthogonalizer:
         return view.merge_stack([self._in_batches(part) for part in parts])
 
     def slices(
-        self, x: jax.Array, axis: Literal[-1, -2], exchange: GramExchange, axes: tuple[str, ...]
+        self,
+        x: jax.Array,
+        axis: Literal[-1, -2],
+        collectives: GramCollectives,
+        axes: tuple[str, ...],
     ) -> jax.Array:
         """Orthogonalises this device's slices of matrices by the Gram method.
 
         Args:
           x: (batch, m, n), sharded along `axis`.
           axis: the long axis of the matrices.
-          exchange: how the devices sum Gram matrices and get the results.
+          collectives: how the devices sum Gram matrices and get the results.
           axes: the mesh axes that shard them.
 
         Returns:
           The slices of the results.
         """
         assert self.newton_schulz is not None
-        y = self.newton_schulz.on_slices(x, exchange, axis=axis)
+        y = self.newton_schulz.on_slices(x, collectives, axis=axis)
         if not self.adaptive:
             return y
         return _times(y, jax.lax.psum(_inner(x, y), axes))

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from muon_optax.orthogonalization import GramExchange, NewtonSchulz
+from muon_optax.orthogonalization import GramCollectives, NewtonSchulz
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.planning.workload import Workload
 from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer
@@ -46,9 +46,9 @@ class Gram(Strategy):
     def is_candidate(self, leaf: BoundLeaf, workload: Workload) -> bool:
         """Where the Gram method takes fewer FLOPs, unless the standard one is asked for.
 
-        One accelerator takes the standard method where float32 products round, since these are
+        One accelerator takes the standard method where float32 matmuls round, since these are
         faster. Here slices stay where they are, and that saves more: results then differ from those
-        of one device by the rounding of the products.
+        of one device by the rounding of the matmuls.
         """
         del leaf
         iteration = workload.newton_schulz
@@ -93,17 +93,17 @@ class Gram(Strategy):
         rounded = -(-count // matrices.shards) * matrices.shards  # Gram matrices alone are padded
         block = dataclasses.replace(view, shape=matrices.leaf.sharding.block)
         block = dataclasses.replace(block, block_sizes=(block.fan_out,))
-        exchange = GramExchange(
+        collectives = GramCollectives(
             maximum=lambda v: jax.lax.pmax(jax.lax.stop_gradient(v), axes),
             # Of a sum over all axes JAX asks that its type varies over each, or over none.
             reduce=lambda r: jax.lax.psum_scatter(
                 as_varying(padded(r, rounded), axes), axes, tiled=True
             ),
-            spread=lambda q: jax.lax.all_gather(q, axes, tiled=True)[:count],
+            to_all=lambda q: jax.lax.all_gather(q, axes, tiled=True)[:count],
         )
         (slices,) = block.split_stack(x)
         axis = -1 if view.fan_in <= view.fan_out else -2
-        return block.merge_stack([orthogonalizer.slices(slices, axis, exchange, axes)])
+        return block.merge_stack([orthogonalizer.slices(slices, axis, collectives, axes)])
 
     def send(self, matrices: ShardedMatrices, y: jax.Array) -> jax.Array:
         return matrices.all(y)[: matrices.count]
