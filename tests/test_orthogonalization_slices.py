@@ -34,22 +34,22 @@ def matrices(count: int = 8, dtype: Any = jnp.float32) -> jax.Array:
 
 
 def on_devices(
-    function: NewtonSchulz, x: jax.Array, exchange: GramCollectives, axis: Any
+    function: NewtonSchulz, x: jax.Array, collectives: GramCollectives, axis: Any
 ) -> jax.Array:
     slices = jnp.stack(jnp.split(x, DEVICES, axis))
-    run = jax.jit(jax.vmap(lambda x: function.on_slices(x, exchange, axis=axis), axis_name="d"))
+    run = jax.jit(jax.vmap(lambda x: function.on_slices(x, collectives, axis=axis), axis_name="d"))
     return jnp.concatenate(list(run(slices)), axis)
 
 
 @pytest.mark.parametrize(
-    ("name", "exchange"), [("jordan", OWNERS), ("turbo", OWNERS), ("tight", EVERYONE)]
+    ("name", "collectives"), [("jordan", OWNERS), ("turbo", OWNERS), ("tight", EVERYONE)]
 )
-def test_slices_equal_whole_matrices(name, exchange):
+def test_slices_equal_whole_matrices(name, collectives):
     function = NewtonSchulz(resolve_schedule(name), "gram")
     x = matrices()
     whole = function(x)
-    assert relative_error(on_devices(function, x, exchange, -1), whole) < 1e-5
-    assert relative_error(on_devices(function, x.mT, exchange, -2).mT, whole) < 1e-5
+    assert relative_error(on_devices(function, x, collectives, -1), whole) < 1e-5
+    assert relative_error(on_devices(function, x.mT, collectives, -2).mT, whole) < 1e-5
 
 
 @pytest.mark.parametrize("kind", get_args(Preconditioning))
@@ -74,8 +74,8 @@ def test_half_precision_exchanges_float32(dtype):
     assert relative_error(sliced, function(x)) < 2e-2
 
 
-def test_exchanges_are_as_many_as_passes():
-    calls = {"maximum": 0, "reduce": 0, "spread": 0}
+def test_collectives_are_as_many_as_passes():
+    calls = {"maximum": 0, "reduce": 0, "to_all": 0}
 
     def counted(name):
         def call(x):
@@ -86,7 +86,7 @@ def test_exchanges_are_as_many_as_passes():
 
     function = NewtonSchulz(resolve_schedule("cans"))
     on_devices(function, matrices(), GramCollectives(*map(counted, calls)), -1)
-    assert calls == {"maximum": 1, "reduce": 3, "spread": 4}
+    assert calls == {"maximum": 1, "reduce": 3, "to_all": 4}
 
 
 def test_non_finite_values_stay_in_their_matrix():

@@ -149,7 +149,8 @@ class NewtonSchulz:
           >>> def local(x):
           ...     total = lambda x: jax.lax.psum(x, "devices")
           ...     collectives = iterate.GramCollectives(lambda x: jax.lax.pmax(x, "devices"), total)
-          ...     return NewtonSchulz(resolve_schedule("polar_express", 8)).on_slices(x, collectives)
+          ...     iteration = NewtonSchulz(resolve_schedule("polar_express", 8))
+          ...     return iteration.on_slices(x, collectives)
           >>> slices = jnp.array([3.0, -4.0]).reshape(2, 1, 1, 1)
           >>> print(jax.vmap(local, axis_name="devices")(slices).ravel().round(3))
           [ 0.6 -0.8]
