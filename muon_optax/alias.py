@@ -37,6 +37,7 @@ from muon_optax.transforms.stage import (
     slot_stage,
     stage_in_float32,
 )
+from muon_optax.transforms.traced_once import traced_once
 from muon_optax.transforms.weight_decay import (
     add_cautious_weight_decay,
     decayed_weights,
@@ -329,7 +330,7 @@ def _adamw_step(
 
     def chain(dtype: Any) -> optax.GradientTransformation:
         stages = {
-            "moments": as_stage(optax.scale_by_adam(mu_dtype=dtype, **options)),
+            "moments": as_stage(traced_once(optax.scale_by_adam(mu_dtype=dtype, **options))),
             "weight_decay": as_stage(decay),
             "learning_rate": as_stage(optax.scale_by_learning_rate(learning_rate)),
         }

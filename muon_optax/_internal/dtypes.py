@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["compute_dtype", "wide_dtype"]
+__all__ = ["as_dtype", "compute_dtype", "wide_dtype"]
 
 
 def wide_dtype(*dtypes: Any) -> jnp.dtype:
@@ -18,6 +18,16 @@ def wide_dtype(*dtypes: Any) -> jnp.dtype:
     """
     with jax.numpy_dtype_promotion("standard"):  # the widening is meant
         return functools.reduce(jnp.promote_types, dtypes, jnp.dtype(jnp.float32))
+
+
+def as_dtype(x: Any, dtype: Any) -> jax.Array:
+    """`x.astype(dtype)`, without an operation to trace where it has that dtype.
+
+    JAX lets a weakly typed array take the dtype of what it meets, so such a one is cast all the
+    same.
+    """
+    has_it = isinstance(x, jax.Array) and x.dtype == dtype and not x.weak_type
+    return x if has_it else x.astype(dtype)
 
 
 def compute_dtype(ns_dtype: Any, own: Any) -> Any:

@@ -13,6 +13,8 @@ import jax
 import optax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, KeyPath
 
+from muon_optax._internal.dtypes import as_dtype
+
 __all__ = [
     "Segments",
     "align",
@@ -126,16 +128,28 @@ def leaves_with_segments(
     Raises:
       ValueError: naming leaves that have one path, which are matched by path.
     """
-    keyed = _unboxed(tree, is_leaf)
-    leaves = [(segments_of(path), leaf) for path, leaf in keyed]
-    if len({path for path, _ in leaves}) < len(leaves):
+    leaves, treedef = jax.tree.flatten(tree, is_leaf)
+    try:
+        paths = _paths(treedef)
+    except TypeError:  # a container with static parts that can't be hashed
+        paths = _paths.__wrapped__(treedef)
+    return list(zip(paths, leaves, strict=True))
+
+
+# An update asks for the paths of the same few trees dozens of times.
+@functools.lru_cache(maxsize=128)
+def _paths(treedef: Any) -> tuple[Segments, ...]:
+    """The paths of a tree's leaves, in flattening order."""
+    keyed = _unboxed(treedef.unflatten(range(treedef.num_leaves)))
+    paths = tuple(segments_of(path) for path in keyed)
+    if len(set(paths)) < len(paths):
         _raise_of_twins(keyed)
-    return leaves
+    return paths
 
 
-def _raise_of_twins(keyed: Sequence[tuple[KeyPath, Any]]) -> None:
+def _raise_of_twins(keyed: Sequence[KeyPath]) -> None:
     ways: dict[Segments, list[str]] = {}
-    for path, _ in keyed:
+    for path in keyed:
         ways.setdefault(segments_of(path), []).append(jax.tree_util.keystr(path))
     raise_all(
         [f"{path_name(p)}: {' and '.join(keys)}" for p, keys in ways.items() if len(keys) > 1],
@@ -143,19 +157,19 @@ def _raise_of_twins(keyed: Sequence[tuple[KeyPath, Any]]) -> None:
     )
 
 
-def _unboxed(tree: Any, is_leaf: Callable[[Any], bool] | None) -> list[tuple[KeyPath, Any]]:
-    def stops(x: Any) -> bool:
-        is_inner_box = x is not tree and is_box(type(x))
-        return is_inner_box or (is_leaf is not None and is_leaf(x))
+def _unboxed(tree: Any) -> list[KeyPath]:
+    """The paths of a tree of placeholders, without the keys that Flax's wrappers add."""
 
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=stops)
-    leaves = []
+    def is_inner_box(x: Any) -> bool:
+        return x is not tree and is_box(type(x))
+
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_inner_box)
+    paths = []
     for path, leaf in flat:
         is_wrapped = is_box(type(tree)) and path[:1] == (GetAttrKey("value"),)
-        is_inner_box = leaf is not tree and is_box(type(leaf))
-        inner = _unboxed(leaf, is_leaf) if is_inner_box else [((), leaf)]
-        leaves += [((*path[is_wrapped:], *rest), x) for rest, x in inner]
-    return leaves
+        inner = _unboxed(leaf) if is_inner_box(leaf) else [()]
+        paths += [(*path[is_wrapped:], *rest) for rest in inner]
+    return paths
 
 
 def whole_variables(tree: Any) -> Any:
@@ -336,11 +350,15 @@ def restructured_like(tree: Any, structure: Any) -> Any:
 
 def cast_like(new: Any, old: Any) -> Any:
     """The leaves of `new` in the dtypes and containers of `old`: a state keeps its type."""
-    return jax.tree.structure(old).unflatten([n.astype(o.dtype) for n, o in _pairs(new, old)])
+    return jax.tree.structure(old).unflatten([as_dtype(n, o.dtype) for n, o in _pairs(new, old)])
 
 
 def _pairs(tree: Any, structure: Any) -> list[tuple[Any, Any]]:
     """Leaves at the same path, in the flattening order of `structure`."""
+    leaves, treedef = jax.tree.flatten(tree)
+    same, wanted_treedef = jax.tree.flatten(structure)
+    if treedef == wanted_treedef:
+        return list(zip(leaves, same, strict=True))
     have, want = dict(leaves_with_segments(tree)), leaves_with_segments(structure)
     missing = [path_name(path) for path, _ in want if path not in have]
     wanted = {path for path, _ in want}

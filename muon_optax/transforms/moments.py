@@ -1,5 +1,6 @@
 """Moments: zeros of the parameters' shardings to begin with, and the trees of them in a state."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -82,6 +83,12 @@ def zeros_like_parameter(param: Any, dtype: Any) -> Any:
     if is_abstract(param):
         return jax.ShapeDtypeStruct(param.shape, dtype, sharding=param.sharding)
     if isinstance(param, jax.Array):
-        zeros = jnp.where(False, to_device(param), jnp.zeros((), param.dtype)).astype(dtype)
-        return to_host(zeros) if is_on_host(param) else zeros
+        on_host = is_on_host(param)
+        zeros = _zeros(to_device(param) if on_host else param, dtype)
+        return to_host(zeros) if on_host else zeros
     return jnp.zeros(param.shape, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=1)  # traced once for all leaves of one type
+def _zeros(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return jnp.where(False, x, jnp.zeros((), x.dtype)).astype(dtype)

@@ -1,6 +1,7 @@
 """How large an orthogonalised update is: one factor a matrix, from its fan-in and fan-out."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, get_args
@@ -10,12 +11,13 @@ import jax.numpy as jnp
 import optax
 
 from muon_optax._internal.checks import check_choice, check_number
-from muon_optax._internal.dtypes import wide_dtype
+from muon_optax._internal.dtypes import as_dtype, wide_dtype
 from muon_optax.partition import Views
-from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.options import ShardingOptions
+from muon_optax.sharding.specs import LeafSharding
 from muon_optax.transforms.binding import binder
 from muon_optax.transforms.stage import MatrixTransformation, Stage, matrix_transformation
+from muon_optax.views.matrix_view import BoundView
 
 __all__ = ["Scale", "Scaling", "resolve_scaling", "scale_by_shape", "shape_scale_stage"]
 
@@ -130,21 +132,31 @@ def shape_scale_stage(scaling: Scaling) -> Stage:
     def update(updates, state, params, leaves, **extra_args):
         del params, extra_args
         arrays, treedef = jax.tree.flatten(updates)
-        scaled = [_scaled(scaling, x, leaf) for x, leaf in zip(arrays, leaves, strict=True)]
+        factor_of = functools.cache(functools.partial(_factor, scaling))  # of many equal leaves
+        scaled = [
+            _scaled(x, factor_of(leaf.view, leaf.sharding, wide_dtype(x.dtype)))
+            for x, leaf in zip(arrays, leaves, strict=True)
+        ]
         return treedef.unflatten(scaled), state
 
     return Stage(init, update)
 
 
-def _scaled(scaling: Scaling, x: jax.Array, leaf: BoundLeaf) -> jax.Array:
-    """A leaf, or a block of one, times the factor of each of its matrices."""
-    base = [scaling.base(m, n) for _, m, n in leaf.view.matrices]
+def _factor(
+    scaling: Scaling, view: BoundView, sharding: LeafSharding, wide: jnp.dtype
+) -> jax.Array | None:
+    """What a leaf, or a block of one, is multiplied by; None where that is 1."""
+    base = [scaling.base(m, n) for _, m, n in view.matrices]
     if set(base) == {1.0} and scaling.is_bare:
-        return x
-    wide = wide_dtype(x.dtype)
+        return None
     real = jnp.finfo(wide).dtype
-    factor = jnp.asarray(leaf.view.per_block(base), real)
+    factor = jnp.asarray(view.per_block(base), real)
     if factor.ndim:  # inside a shard_map a block has a part of the fused axis
-        factor = leaf.sharding.block_of(factor)
-    factor = factor * jnp.asarray(scaling.multiplier, real)
-    return (factor * x.astype(wide)).astype(x.dtype)
+        factor = sharding.block_of(factor)
+    return factor * jnp.asarray(scaling.multiplier, real)
+
+
+def _scaled(x: jax.Array, factor: jax.Array | None) -> jax.Array:
+    if factor is None:
+        return x
+    return as_dtype(factor * as_dtype(x, wide_dtype(x.dtype)), x.dtype)

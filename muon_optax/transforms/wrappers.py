@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_optax._internal.dtypes import wide_dtype
+from muon_optax._internal.dtypes import as_dtype, wide_dtype
 from muon_optax._internal.leaf_types import is_float_leaf
 from muon_optax._internal.tree_paths import cast_like, with_leaves, without_absent
 from muon_optax.transforms.moments import map_moments, moment_dtype, zeros_like_parameter
@@ -42,7 +42,7 @@ def widened(tree: Any) -> Any:
       >>> widened({"mu": jnp.ones(2, "bfloat16"), "count": jnp.ones((), "int32")})
       {'count': Array(1, dtype=int32), 'mu': Array([1., 1.], dtype=float32)}
     """
-    return jax.tree.map(lambda x: x.astype(wide_dtype(x.dtype)) if is_float_leaf(x) else x, tree)
+    return jax.tree.map(lambda x: as_dtype(x, wide_dtype(x.dtype)) if is_float_leaf(x) else x, tree)
 
 
 def sharded_like_parameters(
