@@ -50,8 +50,9 @@ class Evidence:
     def _beside_heads(self, leaf: Leaf, role: Role, sizes: set[int]) -> Role:
         """Of a matrix so far, what the outputs of the tree's heads tell.
 
-        Auxiliary heads between layers give what the last one gives. Where there is no head at all,
-        a layer that gives what the first one takes may be it: sequence models with one-hot tokens.
+        Auxiliary heads between layers give what the last one gives. A layer that gives what the
+        first one takes may be a last one: where there is no head at all, as in sequence models with
+        one-hot tokens, or where layers lead there and back, as in autoencoders.
         """
         axis = self._order.output_axis(leaf)
         if role not in _HIDDEN or axis is None or self._is_alone or _is_gate(leaf):
@@ -59,8 +60,9 @@ class Evidence:
         size, width = _outputs_first(leaf, axis)
         if leaf.is_repeated and size != width and size in sizes and self._widths.is_free(size):
             return "output"
-        is_last = not sizes and not leaf.is_repeated and not _is_called_hidden(leaf)
+        is_last = not leaf.is_repeated and not _is_called_hidden(leaf)
         is_data = is_last and size != width and self._widths.is_data(size)
+        is_data &= not sizes or self._widths.leads_back(size)
         return "data_output" if is_data and not self._is_in_sequence(leaf) else role
 
     def _is_in_sequence(self, leaf: Leaf) -> bool:
@@ -149,6 +151,8 @@ class Evidence:
         is_large = size > width and (size in self._widths.rows or size >= _MANY_OUTPUTS)
         is_large &= size not in self._widths.norms
         is_last = self._widths.is_free(size) and size != width
+        if is_last and is_multiple(size, width) and not is_large:
+            return "wide_output"  # `proj_out_1` before `proj_out_2` makes a shift and a scale
         return "head" if is_small or is_large or is_last else None
 
     def _output(self, leaf: Leaf, size: int, width: int) -> Role | None:
@@ -159,7 +163,7 @@ class Evidence:
             return self._reconstruction(leaf, size) if is_called_so else None
         if size in self._widths.rows and size > width:
             return "output"
-        if self._widths.is_feature_map(size):
+        if self._widths.is_feature_map(size) or self._widths.is_embedded(size):
             return None
         if _is_called_hidden(leaf):  # projections for a loss end the model too, as `ctc_proj`
             is_slim = size * VOCABULARY <= width and leaf.name.layer[-1:] == ("proj",)
@@ -168,7 +172,8 @@ class Evidence:
             return "tall_table"
         if self._widths.is_fused(size, width) or self._widths.is_added_to_fused(leaf, size):
             return None
-        return "output" if size <= width else "wide_output"
+        is_doubtful = size > width or self._widths.is_taken_in_halves(size)
+        return "wide_output" if is_doubtful else "output"
 
     def _matrix(self, leaf: Leaf) -> Role:
         if not self._is_alone and _is_unnamed(leaf):

@@ -28,6 +28,7 @@ __all__ = [
     "NORM",
     "OUTPUT",
     "PIXELS",
+    "POSITION",
     "PROJECTION",
     "QUANTISATION",
     "QUERY_KEY",
@@ -136,6 +137,7 @@ TABLE = _means(
     "features shared",
     stems=("posit",),
 )
+POSITION = _means("pos wpe posemb pe ape rpe rel relpos relative", stems=("posit",))
 # Layers that multiply, whatever else their names say: `pos_proj`, `token_mixing`, `rel_pos_mlp`.
 PROJECTION = _means(
     "proj linear dense mlp mlps fc ffn lin gate mixing mixer net modulation einsum mix qkv "

@@ -7,9 +7,11 @@ its own shape.
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from muon_optax.partition import names
 from muon_optax.partition.evidence import Evidence
+from muon_optax.partition.order import layers_in_sequence
 from muon_optax.partition.tree import Described, Leaf, Role, Shape, read_tree
 from muon_optax.tree_paths import Segments
 
@@ -40,23 +42,37 @@ def roles_of(leaves: Described) -> tuple[Role, ...]:
 @functools.lru_cache(maxsize=64)
 def _roles(leaves: tuple[tuple[Segments, Shape], ...]) -> tuple[Role, ...]:
     tree = read_tree(leaves)
-    bases, widths = _lora_bases(tree), _hidden_widths(tree)
-    named: list[Role | None] = [_by_name(leaf, bases, widths) for leaf in tree]
+    shown = _Shown(_lora_bases(tree), _hidden_widths(tree), layers_in_sequence(tree))
+    named: list[Role | None] = [_by_name(leaf, shown) for leaf in tree]
     rest = [leaf for leaf, role in zip(tree, named, strict=True) if role is None]
-    shown = iter(Evidence(tree, named, rest).roles(rest))
-    return tuple(next(shown) if role is None else role for role in named)
+    others = iter(Evidence(tree, named, rest).roles(rest))
+    return tuple(next(others) if role is None else role for role in named)
+
+
+class _Shown(NamedTuple):
+    """Evidence against names.
+
+    Attributes:
+      bases: leaves in a module called after LoRA that aren't its factors.
+      widths: sizes of the repeated layers, and of all norms.
+      chained: weights in sequences of layers, also where these are called embeddings.
+    """
+
+    bases: set[Segments]
+    widths: set[int]
+    chained: set[Segments]
 
 
 # By name
 
 
-def _by_name(leaf: Leaf, bases: set[Segments], widths: set[int]) -> Role | None:
+def _by_name(leaf: Leaf, shown: _Shown) -> Role | None:
     """The role that names tell, where a bias beside doesn't contradict."""
     name, shape = leaf.name, leaf.shape
     if len(shape) < 2:
         return "vector"
     is_lora = names.LORA.is_in(token for n in name.names for token in names.tokens(n))
-    if is_lora and leaf.path not in bases:
+    if is_lora and leaf.path not in shown.bases:
         return "lora"
     if _is_companion(leaf):
         return "quantisation"
@@ -68,7 +84,7 @@ def _by_name(leaf: Leaf, bases: set[Segments], widths: set[int]) -> Role | None:
         return "norm"
     if _is_temporal(leaf):
         return "depthwise"
-    table = _table(leaf, widths)
+    table = None if leaf.path in shown.chained else _table(leaf, shown.widths)
     return "thin" if table is None and not name.is_plain and _is_thin(leaf) else table
 
 
@@ -149,7 +165,7 @@ def _is_called_table(leaf: Leaf) -> bool:
 def _hidden_widths(tree: Sequence[Leaf]) -> set[int]:
     """Sizes of the repeated layers, and of all norms."""
     repeated = [x for x in tree if x.is_repeated and x.name.is_weight and len(x.shape) == 2]
-    norms = [x for x in tree if len(x.shape) == 1 and not x.name.is_bias]
+    norms = [x for x in tree if len(x.shape) == 1 and not x.is_bias]
     return {size for leaf in (*repeated, *norms) for size in leaf.shape}
 
 
