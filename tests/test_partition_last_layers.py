@@ -113,6 +113,40 @@ def test_a_sequence_of_layers_called_an_embedding_is_no_table():
     assert set(in_model(tables, TORCH_BLOCK).values()) == {"embedding"}
 
 
+def test_the_last_of_layers_that_differ_in_a_number_gives_the_output():
+    """Graph networks: nothing but its place and its size says so."""
+    layers = {f"convs/{n}/lin/weight": (64, 64) for n in range(2)}
+    layers |= {"convs/2/lin/weight": (7, 64), "convs/2/bias": (7,), "entry/weight": (64, 30)}
+    found = roles({**layers, "entry/bias": (64,)})
+    assert found["convs/2/lin/weight"] == "wide_output"
+    assert found["convs/1/lin/weight"] == "matrix"
+
+
+def test_tables_of_users_and_items():
+    """Their rows are concatenated, so that no layer takes as many inputs as one of them has."""
+    bags = {"features_embedding/user/weight": (40, 16), "features_embedding/item/weight": (30, 16)}
+    towers = {"user_tower/ids/weight": (5000, 16), "item_tower/id_lookup/weight": (90, 16)}
+    mlp = {"mlp/0/weight": (80, 64), "mlp/0/bias": (80,), "mlp/2/weight": (80, 80)}
+    found = roles({**bags, **towers, **mlp, "fc/weight": (1, 80), "fc/bias": (1,)})
+    assert {found[path] for path in (*bags, "item_tower/id_lookup/weight")} <= {
+        "embedding",
+        "table",
+    }
+    assert found["user_tower/ids/weight"] == "tall_table"
+    assert found["mlp/0/weight"] == "transposed_matrix"
+
+
+def test_a_projection_to_few_outputs_is_doubtful_by_any_name():
+    shapes = {"to_answer/weight": (5, 64), "to_answer/bias": (5,)}
+    assert in_model(shapes, TORCH_BLOCK)["to_answer/weight"] == "wide_output"
+
+
+def test_arrays_with_an_entry_a_channel_are_no_matrices():
+    """RWKV's `time_faaaa` and `time_decay`, [heads, head_dim]."""
+    shapes = {"layers/0/att/time_faaaa": (8, 8), "layers/0/att/time_decay": (4, 20)}
+    assert set(in_model(shapes, TORCH_BLOCK).values()) == {"bias"}
+
+
 def test_a_table_of_positions_makes_no_matrix_of_its_shape_a_head():
     shapes = {"pos_embed": (8, 4), "up": (4, 8)}
     assert roles(shapes) == {"pos_embed": "embedding", "up": "matrix"}
