@@ -340,6 +340,8 @@ def _adamw_step(
     init, update = sharded_like_parameters(chain(mu_dtype)).init, chain(None).update
 
     def update_wide(updates, state, params=None):
-        return update(updates, widened(state), params)
+        # optax raises a Python float to an int32 count, which strict promotion would refuse.
+        with jax.numpy_dtype_promotion("standard"):
+            return update(updates, widened(state), params)
 
     return in_float32(optax.GradientTransformation(init, update_wide))

@@ -19,12 +19,13 @@ import numpy as np
 import optax
 import pytest
 import reference
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+import sharded
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from running import first_update
 from shown import plan, report
 
 import muon_optax
-from muon_optax import MatrixView, interop, muon, recipes
+from muon_optax import MatrixView, MuonDimensionNumbers, interop, muon, recipes, scale_by_muon
 from muon_optax.inspect.tables import quantity
 from muon_optax.orthogonalization import SCHEDULES
 from muon_optax.transforms.shape_scale import Scale
@@ -255,6 +256,36 @@ def test_the_cosine_of_two_conventions():
     pairs = [(ours[t - 1], theirs[t - 1]) for t in (1, 2, 5, 20)]
     cosines = [a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in pairs]
     assert [f"{c:.3f}" for c in cosines] == ["1.000", "0.997", "0.999", "1.000"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "least", "most"),
+    [
+        ((32, 48), "float32", 0, 1e-5),
+        ((32, 48), "bfloat16", 1e-3, 5e-2),
+        ((6, 10), "bfloat16", 5e-2, 0.3),
+    ],
+)
+def test_how_far_strategies_agree(shape, dtype, least, most):
+    """Of gradients of independent normal entries, by the schedules that magnify most."""
+    devices = sharded.make_mesh({"x": 2, "rest": 4})
+    x = np.random.default_rng(0).normal(size=(4, *shape)).astype("float32")
+    errors = [_distance_of_strategies(name, dtype, x, devices) for name in MAGNIFYING]
+    assert least <= max(errors) <= most
+
+
+MAGNIFYING = ("modded_nanogpt", "polar_express", "cans")
+
+
+def _distance_of_strategies(schedule: Any, dtype: str, x: np.ndarray, mesh: Mesh) -> float:
+    options: Any = {"weight_dimension_numbers": MuonDimensionNumbers(1, 2), "ns_dtype": dtype}
+    alone = scale_by_muon(schedule, **options)
+    gram = scale_by_muon(schedule, strategy="gram", **options)
+    placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, None, "x")))
+    want = np.asarray(first_update(alone, x), float)
+    got = np.asarray(jax.jit(lambda x: gram.update(x, gram.init(x))[0])(placed), float)
+    norm = functools.partial(np.linalg.norm, axis=(1, 2))
+    return float(np.max(norm(got - want) / norm(want)))
 
 
 @pytest.mark.parametrize(

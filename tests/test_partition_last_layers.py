@@ -61,12 +61,97 @@ def test_auxiliary_heads_give_what_the_last_head_gives():
 
 
 @pytest.mark.parametrize("name", ["dense", "DecoderLSTMCell_0/Dense_0"])
-def test_where_there_is_no_head_the_layer_that_gives_the_data_is_doubtful(name):
+@pytest.mark.parametrize("head", [{}, {"logits/kernel": (64, 9)}])
+def test_the_layer_that_gives_the_data_is_doubtful(name, head):
     cell = {"lstm_cell/kernel": (20, 256), "lstm_cell/recurrent_kernel": (64, 256)}
-    found = roles({**cell, f"{name}/kernel": (64, 20)})
+    found = roles({**cell, f"{name}/kernel": (64, 20), **head})
     assert found[f"{name}/kernel"] == "data_output"
-    found = roles({**cell, f"{name}/kernel": (64, 20), "logits/kernel": (64, 9)})
-    assert found[f"{name}/kernel"] == "matrix"
+
+
+def test_the_last_layer_of_an_autoencoder_with_a_classifier_is_doubtful():
+    """Its means and deviations may be in one layer, of which the decoder takes a half."""
+    encoder = {"inlet/kernel": (784, 400), "moments/kernel": (400, 40)}
+    decoder = {"widen/kernel": (20, 300), "pixels_again/kernel": (300, 784)}
+    found = roles({**encoder, **decoder, "classifier/kernel": (20, 10)})
+    assert found["pixels_again/kernel"] == "data_output"
+    assert found["moments/kernel"] == "wide_output"
+    assert found["classifier/kernel"] == "head"
+
+
+def test_the_layers_of_a_funnel_lead_on_to_its_head():
+    funnel = {"stem/kernel": (784, 512), "mid/kernel": (512, 256), "low/kernel": (256, 128)}
+    found = roles({**funnel, "classifier/kernel": (128, 10)})
+    assert {found[path] for path in funnel} == {"matrix"}
+
+
+def test_a_layer_as_wide_as_the_rows_of_tables_goes_on_beside_them():
+    """DLRM's dense features, which are multiplied with what its tables give."""
+    tables = {f"emb_l/{n}/weight": (rows, 16) for n, rows in enumerate((900, 30, 5))}
+    bottom = {"bot_l/0/weight": (48, 13), "bot_l/0/bias": (48,)}
+    bottom |= {"bot_l/2/weight": (16, 48), "bot_l/2/bias": (16,)}
+    top = {"top_l/0/weight": (48, 22), "top_l/0/bias": (48,)}
+    top |= {"top_l/2/weight": (1, 48), "top_l/2/bias": (1,)}
+    found = roles({**tables, **bottom, **top})
+    assert found["bot_l/2/weight"] == "transposed_matrix"
+    assert found["top_l/2/weight"] in ("head", "few_outputs")
+
+
+def test_a_shift_and_a_scale_before_the_last_layer_are_not_lost_in_silence():
+    """DiT's `proj_out_1`, called as its `proj_out_2` is."""
+    outputs = {"proj_out_1/kernel": (64, 128), "proj_out_2/kernel": (64, 16)}
+    found = in_model(outputs)
+    assert found == {"proj_out_1/kernel": "wide_output", "proj_out_2/kernel": "head"}
+
+
+def test_a_sequence_of_layers_called_an_embedding_is_no_table():
+    """T5's spectrogram decoder; tables beside each other don't fit as layers do."""
+    layers = {"conditioning_emb/0/weight": (256, 64), "conditioning_emb/2/weight": (256, 256)}
+    found = in_model(layers, TORCH_BLOCK)
+    assert found["conditioning_emb/0/weight"] == "transposed_matrix"
+    assert found["conditioning_emb/2/weight"] == "matrix"
+    tables = {"code_emb/0/weight": (256, 64), "code_emb/1/weight": (100, 64)}
+    assert set(in_model(tables, TORCH_BLOCK).values()) == {"embedding"}
+
+
+def test_the_last_of_layers_that_differ_in_a_number_gives_the_output():
+    """Graph networks: nothing but its place and its size says so."""
+    layers = {f"convs/{n}/lin/weight": (64, 64) for n in range(2)}
+    layers |= {"convs/2/lin/weight": (7, 64), "convs/2/bias": (7,), "entry/weight": (64, 30)}
+    found = roles({**layers, "entry/bias": (64,)})
+    assert found["convs/2/lin/weight"] == "wide_output"
+    assert found["convs/1/lin/weight"] == "matrix"
+
+
+def test_tables_of_users_and_items():
+    """Their rows are concatenated, so that no layer takes as many inputs as one of them has."""
+    bags = {"features_embedding/user/weight": (40, 16), "features_embedding/item/weight": (30, 16)}
+    towers = {"user_tower/ids/weight": (5000, 16), "item_tower/id_lookup/weight": (90, 16)}
+    mlp = {"mlp/0/weight": (80, 64), "mlp/0/bias": (80,), "mlp/2/weight": (80, 80)}
+    found = roles({**bags, **towers, **mlp, "fc/weight": (1, 80), "fc/bias": (1,)})
+    assert {found[path] for path in (*bags, "item_tower/id_lookup/weight")} <= {
+        "embedding",
+        "table",
+    }
+    assert found["user_tower/ids/weight"] == "tall_table"
+    assert found["mlp/0/weight"] == "transposed_matrix"
+
+
+def test_a_projection_to_few_outputs_is_doubtful_by_any_name():
+    shapes = {"to_answer/weight": (5, 64), "to_answer/bias": (5,)}
+    assert in_model(shapes, TORCH_BLOCK)["to_answer/weight"] == "wide_output"
+
+
+def test_arrays_with_an_entry_a_channel_are_no_matrices():
+    """RWKV's `time_faaaa` and `time_decay`, [heads, head_dim]."""
+    shapes = {"layers/0/att/time_faaaa": (8, 8), "layers/0/att/time_decay": (4, 20)}
+    assert set(in_model(shapes, TORCH_BLOCK).values()) == {"bias"}
+
+
+def test_a_table_of_positions_makes_no_matrix_of_its_shape_a_head():
+    shapes = {"pos_embed": (8, 4), "up": (4, 8)}
+    assert roles(shapes) == {"pos_embed": "embedding", "up": "matrix"}
+    two = {"tokens": (8, 4), "up": (4, 8), "down": (8, 4)}  # these lead there and back
+    assert roles(two) == {"tokens": "table", "up": "matrix", "down": "matrix"}
 
 
 @pytest.mark.parametrize("name", ["final_proj", "last/linear", "output_layer", "proj_out"])

@@ -124,6 +124,17 @@ def test_a_list_of_arrays_warns_and_shapes_tell():
     assert ": 1 (16, 32), 3 (32, 16). " in text
 
 
+def test_biases_in_a_list_are_no_norms():
+    """A head with a bias, of as many outputs as the table has rows."""
+    params = [zeros(500, 16), zeros(16, 32), zeros(32), zeros(32, 16), zeros(16)]
+    labels = [d.label for d in assign([*params, zeros(16, 500), zeros(500)]).decisions]
+    assert labels == ["adam", "muon", "adam", "muon", "adam", "adam", "adam"]
+    labels = [
+        d.label for d in assign([zeros(64, 16), zeros(16), zeros(16, 10), zeros(10)]).decisions
+    ]
+    assert labels == ["muon", "adam", "adam", "adam"]
+
+
 def test_tied_arrays_of_two_labels_warn():
     tied = jnp.zeros((5, 4))
     params = {"v": tied, "lm_head": tied, "w": zeros(4, 4)}

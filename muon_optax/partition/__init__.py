@@ -11,7 +11,7 @@ from muon_optax.partition.assignment import (
     assign,
     check_rules,
 )
-from muon_optax.partition.defaults import default_rules
+from muon_optax.partition.defaults import default_rules, rule_by_name
 from muon_optax.partition.rules import (
     LABELS,
     Label,
@@ -47,6 +47,7 @@ __all__ = [
     "first_match",
     "first_rules",
     "has_run",
+    "rule_by_name",
     "unmatched",
     "warn",
     "words",

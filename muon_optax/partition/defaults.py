@@ -1,10 +1,13 @@
 """The rules that are used where none are given: one for each role that a tree tells."""
 
-from muon_optax.partition.rules import RolePattern, Rule
+from muon_optax._internal.tree_paths import Segments
+from muon_optax.partition.rules import RolePattern, Rule, first_rules
 from muon_optax.partition.tree import Role
 from muon_optax.views.matrix_view import MuonDimensionNumbers
 
-__all__ = ["ADAM_RULES", "MATRIX_RULES", "default_rules"]
+__all__ = ["ADAM_RULES", "MATRIX_RULES", "default_rules", "rule_by_name"]
+
+_ANY_SIZE = 512  # in which no window, stack, few outputs or vocabulary can be seen
 
 
 def _adam(role: Role, reason: str, warning: str | None = None) -> Rule:
@@ -105,3 +108,22 @@ def default_rules() -> tuple[Rule, ...]:
       role 'thin' -> 'adam' | one dim above 1
     """
     return (*ADAM_RULES, *MATRIX_RULES)
+
+
+def rule_by_name(segments: Segments, rank: int) -> Rule | None:
+    """The default rule that a path alone calls for, whatever its leaf's sizes.
+
+    Args:
+      segments: the path.
+      rank: how many dims the leaf has.
+
+    Returns:
+      A rule of AdamW's; None where the path is called like a hidden layer's weight.
+
+    Example:
+      >>> rule_by_name(("tok_embed", "weight"), 2).reason, rule_by_name(("up", "weight"), 2)
+      ('embedding', None)
+    """
+    # Dims of one size say nothing, and so names decide.
+    (rule,) = first_rules(default_rules(), [(segments, (_ANY_SIZE,) * rank)])
+    return rule if rule is not None and rule.label == "adam" else None

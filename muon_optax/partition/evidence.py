@@ -35,7 +35,9 @@ class Evidence:
         stacked = [x for x in rest if len(x.shape) > 2 and not self._order.depthwise_channels(x)]
         self._stacks = Stacks(tree, stacked)
         self._is_alone = len(rest) == 1
-        self._alike = collections.Counter(unnumbered(path_name(leaf.path)) for leaf in rest)
+        self._alike: dict[str, list[Leaf]] = collections.defaultdict(list)
+        for leaf in rest:
+            self._alike[unnumbered(path_name(leaf.path))].append(leaf)
 
     def roles(self, rest: Sequence[Leaf]) -> list[Role]:
         """The roles of the rest: what each of them shows, and then what the heads found show."""
@@ -50,8 +52,9 @@ class Evidence:
     def _beside_heads(self, leaf: Leaf, role: Role, sizes: set[int]) -> Role:
         """Of a matrix so far, what the outputs of the tree's heads tell.
 
-        Auxiliary heads between layers give what the last one gives. Where there is no head at all,
-        a layer that gives what the first one takes may be it: sequence models with one-hot tokens.
+        Auxiliary heads between layers give what the last one gives. A layer that gives what the
+        first one takes may be a last one: where there is no head at all, as in sequence models with
+        one-hot tokens, or where layers lead there and back, as in autoencoders.
         """
         axis = self._order.output_axis(leaf)
         if role not in _HIDDEN or axis is None or self._is_alone or _is_gate(leaf):
@@ -59,8 +62,9 @@ class Evidence:
         size, width = _outputs_first(leaf, axis)
         if leaf.is_repeated and size != width and size in sizes and self._widths.is_free(size):
             return "output"
-        is_last = not sizes and not leaf.is_repeated and not _is_called_hidden(leaf)
+        is_last = not leaf.is_repeated and not _is_called_hidden(leaf)
         is_data = is_last and size != width and self._widths.is_data(size)
+        is_data &= not sizes or self._widths.leads_back(size)
         return "data_output" if is_data and not self._is_in_sequence(leaf) else role
 
     def _is_in_sequence(self, leaf: Leaf) -> bool:
@@ -68,7 +72,7 @@ class Evidence:
 
         Order is lost among such names, and the first layer gives what the last one takes.
         """
-        return leaf.name.is_numbered or self._alike[unnumbered(path_name(leaf.path))] > 1
+        return leaf.name.is_numbered or len(self._alike[unnumbered(path_name(leaf.path))]) > 1
 
     def _role(self, leaf: Leaf) -> Role:
         if len(leaf.shape) > 2:
@@ -106,8 +110,10 @@ class Evidence:
             return "head" if is_head or _is_called_output(leaf) else "few_outputs"
         if self._has_vocabulary(leaf):
             return "head"
-        if _is_attention(leaf) or (leaf.is_repeated and not is_head):
+        if _is_attention(leaf):
             return None
+        if leaf.is_repeated and not is_head:
+            return "wide_output" if self._ends_sequence(leaf, axis) else None
         if axis is None and not is_head:
             return self._tall(leaf)
         size, width = sorted(leaf.shape)[::-1] if axis is None else _outputs_first(leaf, axis)
@@ -121,6 +127,18 @@ class Evidence:
             found = self._called_output(size, width, may_be_small=is_last)
             return found or self._reconstruction(leaf, size)
         return self._output(leaf, size, width)
+
+    def _ends_sequence(self, leaf: Leaf, axis: int | None) -> bool:
+        """Whether it is the last of layers that differ in a number, and gives what none takes.
+
+        Graph networks count their last layer with the others: `convs.2.lin`.
+        """
+        alike = self._alike[unnumbered(path_name(leaf.path))]
+        if axis is None or alike[-1] is not leaf or len(alike) < 2:
+            return False
+        size, width = _outputs_first(leaf, axis)
+        is_alone = all(other.shape[axis] != size for other in alike[:-1])
+        return size < width and is_alone and self._widths.is_free(size)
 
     def _has_vocabulary(self, leaf: Leaf) -> bool:
         """Whether one of its sides, whichever, is the vocabulary of a table."""
@@ -149,26 +167,36 @@ class Evidence:
         is_large = size > width and (size in self._widths.rows or size >= _MANY_OUTPUTS)
         is_large &= size not in self._widths.norms
         is_last = self._widths.is_free(size) and size != width
+        if is_last and is_multiple(size, width) and not is_large:
+            return "wide_output"  # `proj_out_1` before `proj_out_2` makes a shift and a scale
         return "head" if is_small or is_large or is_last else None
 
     def _output(self, leaf: Leaf, size: int, width: int) -> Role | None:
-        if self._is_alone or size == width or width not in self._widths.given:
+        if self._is_alone or size == width:
+            return None
+        is_tall = size >= max(_MANY_OUTPUTS, VOCABULARY * width) and leaf.bias is None
+        if is_tall and self._widths.is_free(size):
+            return "tall_table"  # of users or items, whose rows are concatenated with others
+        if width not in self._widths.given:
             return None
         if not self._widths.is_free(size):
             is_called_so = names.RECONSTRUCTION.is_in(leaf.name.near(1))
             return self._reconstruction(leaf, size) if is_called_so else None
         if size in self._widths.rows and size > width:
             return "output"
-        if self._widths.is_feature_map(size):
+        is_beside_table = leaf.bias is not None and self._widths.is_embedded(size)
+        if self._widths.is_feature_map(size) or is_beside_table:
             return None
         if _is_called_hidden(leaf):  # projections for a loss end the model too, as `ctc_proj`
-            is_slim = size * VOCABULARY <= width and leaf.name.layer[-1:] == ("proj",)
+            is_projection = leaf.name.layer[-1:] == ("proj",) or leaf.name.layer[:1] == ("to",)
+            is_slim = size * VOCABULARY <= width and is_projection
             return "wide_output" if is_slim else None
         if size >= VOCABULARY * width:
             return "tall_table"
         if self._widths.is_fused(size, width) or self._widths.is_added_to_fused(leaf, size):
             return None
-        return "output" if size <= width else "wide_output"
+        is_doubtful = size > width or self._widths.is_taken_in_halves(size)
+        return "wide_output" if is_doubtful else "output"
 
     def _matrix(self, leaf: Leaf) -> Role:
         if not self._is_alone and _is_unnamed(leaf):

@@ -28,6 +28,7 @@ __all__ = [
     "NORM",
     "OUTPUT",
     "PIXELS",
+    "POSITION",
     "PROJECTION",
     "QUANTISATION",
     "QUERY_KEY",
@@ -128,7 +129,7 @@ def _means(words: str, stems: tuple[str, ...] = (), parts: tuple[str, ...] = ())
 
 
 # Tables that are looked up. Of a layer's name, unless a word of PROJECTION is there too.
-EMBEDDING = _means("emb embs posemb tokemb wte wpe tok lut", parts=("embed",))
+EMBEDDING = _means("emb embs posemb tokemb wte wpe tok lut lookup", parts=("embed",))
 TABLE = _means(
     "table tables codebook codebooks codes token tokens latent latents pos pe ape rpe rel relpos "
     "relative prototype prototypes probe probes register registers memory slot slots centroid "
@@ -136,6 +137,7 @@ TABLE = _means(
     "features shared",
     stems=("posit",),
 )
+POSITION = _means("pos wpe posemb pe ape rpe rel relpos relative", stems=("posit",))
 # Layers that multiply, whatever else their names say: `pos_proj`, `token_mixing`, `rel_pos_mlp`.
 PROJECTION = _means(
     "proj linear dense mlp mlps fc ffn lin gate mixing mixer net modulation einsum mix qkv "
@@ -152,7 +154,7 @@ NORM = _means("ln lnf bn gn rms layernorm batchnorm", stems=("normaliz",), parts
 CONDITION = _means("to ada adaln modulation time cond emb")
 VECTOR = _means(
     "bias biases scale scales gain gamma beta offset shift mean std var log logscale logstd sink "
-    "sinks temperature translate alpha"
+    "sinks temperature translate alpha decay"
 )
 QUANTISATION = _means("qzeros zeros zp absmax scb amax qscales qscale")
 LORA = _means("loha lokr hada dora", parts=("lora",))

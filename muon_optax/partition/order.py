@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from muon_optax._internal.tree_paths import Segments
 from muon_optax.partition.names import word_set
-from muon_optax.partition.tree import Leaf, Shape
+from muon_optax.partition.tree import Leaf
 
-__all__ = ["Order"]
+__all__ = ["Order", "layers_in_sequence"]
 
 _LARGEST_WINDOW = 64  # of a convolution; what is longer is an axis of a stack
 _TALL = 8  # so many times longer than wide, a matrix is a table or a head, whose rows are no width
@@ -101,19 +101,38 @@ def _votes_by_width(weights: Sequence[Leaf], widths: set[int]) -> Iterator[int]:
 
 def _votes_by_chain(weights: Sequence[Leaf]) -> Iterator[int]:
     """In a sequence of layers the outputs of one are the inputs of the next."""
-    chains: dict[Segments, list[tuple[int, Shape]]] = collections.defaultdict(list)
+    for sequence in _sequences(weights):
+        fits = [_is_chain(sequence, output) for output in (0, 1)]
+        if len(sequence) > 1 and sum(fits) == 1:
+            yield fits.index(True)
+
+
+def layers_in_sequence(leaves: Sequence[Leaf]) -> set[Segments]:
+    """Paths of weights [out, in], each of which takes what the one before gives.
+
+    Tables beside each other, as those of several codebooks, have no reason to fit so.
+    """
+    weights = [x for x in leaves if len(x.shape) == 2 and x.name.is_plain and not x.name.is_kernel]
+    return {
+        leaf.path
+        for sequence in _sequences(weights)
+        if len({leaf.shape for leaf in sequence}) > 1 and _is_chain(sequence, 0)
+        for leaf in sequence
+    }
+
+
+def _sequences(weights: Sequence[Leaf]) -> Iterator[list[Leaf]]:
+    """The weights whose names are places in one sequence, in their order."""
+    found: dict[Segments, list[tuple[int, Leaf]]] = collections.defaultdict(list)
     for leaf in weights:
         name = leaf.name
         if name.is_numbered:
             place = next(int(n) for n in reversed(name.names) if n.isdigit())
-            chains[(*name.parent, name.layer_name)].append((place, leaf.shape))
-    for chain in chains.values():
-        shapes = [shape for _, shape in sorted(chain)]
-        fits = [_is_chain(shapes, output) for output in (0, 1)]
-        if len(shapes) > 1 and sum(fits) == 1:
-            yield fits.index(True)
+            found[(*name.parent, name.layer_name)].append((place, leaf))
+    for places in found.values():
+        yield [leaf for _, leaf in sorted(places, key=lambda place: place[0])]
 
 
-def _is_chain(shapes: Sequence[Shape], output: int) -> bool:
-    pairs = itertools.pairwise(shapes)
+def _is_chain(sequence: Sequence[Leaf], output: int) -> bool:
+    pairs = itertools.pairwise(leaf.shape for leaf in sequence)
     return all(first[output] == second[1 - output] for first, second in pairs)

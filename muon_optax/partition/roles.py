@@ -6,11 +6,14 @@ its own shape.
 """
 
 import functools
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from muon_optax._internal.tree_paths import Segments
 from muon_optax.partition import names
 from muon_optax.partition.evidence import Evidence
+from muon_optax.partition.order import layers_in_sequence
 from muon_optax.partition.tree import Described, Leaf, Role, Shape, read_tree
 
 __all__ = ["roles_of"]
@@ -40,27 +43,45 @@ def roles_of(leaves: Described) -> tuple[Role, ...]:
 @functools.lru_cache(maxsize=64)
 def _roles(leaves: tuple[tuple[Segments, Shape], ...]) -> tuple[Role, ...]:
     tree = read_tree(leaves)
-    bases, widths = _lora_bases(tree), _hidden_widths(tree)
-    named: list[Role | None] = [_by_name(leaf, bases, widths) for leaf in tree]
+    norms = {x.shape[0] for x in tree if len(x.shape) == 1 and not x.is_bias}
+    widths = norms | _repeated_widths(tree)
+    shown = _Shown(_lora_bases(tree), norms, widths, layers_in_sequence(tree))
+    named: list[Role | None] = [_by_name(leaf, shown) for leaf in tree]
     rest = [leaf for leaf, role in zip(tree, named, strict=True) if role is None]
-    shown = iter(Evidence(tree, named, rest).roles(rest))
-    return tuple(next(shown) if role is None else role for role in named)
+    others = iter(Evidence(tree, named, rest).roles(rest))
+    return tuple(next(others) if role is None else role for role in named)
+
+
+class _Shown(NamedTuple):
+    """Evidence against names.
+
+    Attributes:
+      bases: leaves in a module called after LoRA that aren't its factors.
+      norms: sizes of all norms.
+      widths: these, and sizes of the repeated layers.
+      chained: weights in sequences of layers, also where these are called embeddings.
+    """
+
+    bases: set[Segments]
+    norms: set[int]
+    widths: set[int]
+    chained: set[Segments]
 
 
 # By name
 
 
-def _by_name(leaf: Leaf, bases: set[Segments], widths: set[int]) -> Role | None:
+def _by_name(leaf: Leaf, shown: _Shown) -> Role | None:
     """The role that names tell, where a bias beside doesn't contradict."""
     name, shape = leaf.name, leaf.shape
     if len(shape) < 2:
         return "vector"
     is_lora = names.LORA.is_in(token for n in name.names for token in names.tokens(n))
-    if is_lora and leaf.path not in bases:
+    if is_lora and leaf.path not in shown.bases:
         return "lora"
     if _is_companion(leaf):
         return "quantisation"
-    if not name.is_plain and _is_vector(leaf):
+    if not name.is_plain and (_is_vector(leaf) or _is_per_channel(leaf, shown.norms)):
         return "bias"
     if _is_bias_table(leaf):
         return "table"
@@ -68,7 +89,7 @@ def _by_name(leaf: Leaf, bases: set[Segments], widths: set[int]) -> Role | None:
         return "norm"
     if _is_temporal(leaf):
         return "depthwise"
-    table = _table(leaf, widths)
+    table = None if leaf.path in shown.chained else _table(leaf, shown.widths)
     return "thin" if table is None and not name.is_plain and _is_thin(leaf) else table
 
 
@@ -104,6 +125,13 @@ def _is_vector(leaf: Leaf) -> bool:
     """Whether an array of its own is called a bias, a scale or the like."""
     layer = leaf.name.layer
     return bool({"bias", "biases", "log"} & set(layer)) or names.VECTOR.is_in(layer[-1:])
+
+
+def _is_per_channel(leaf: Leaf, norms: set[int]) -> bool:
+    """Whether an array of a layer's own has an entry a channel, [heads, head_dim], as RWKV's."""
+    is_own = leaf.is_repeated and not leaf.name.is_weight and len(leaf.shape) == 2
+    is_called_layer = names.PROJECTION.is_in(leaf.name.layer)
+    return is_own and not is_called_layer and math.prod(leaf.shape) in norms
 
 
 def _is_thin(leaf: Leaf) -> bool:
@@ -142,15 +170,16 @@ def _is_norm(leaf: Leaf) -> bool:
 
 def _is_called_table(leaf: Leaf) -> bool:
     layer = leaf.name.layer
-    is_named = names.EMBEDDING.is_in(layer) or names.TABLE.is_in(layer)
+    # An EmbeddingBag a feature: the module that holds them has the name.
+    in_module = names.EMBEDDING.is_in(t for a in leaf.name.above[-1:] for t in a)
+    is_named = names.EMBEDDING.is_in(layer) or names.TABLE.is_in(layer) or in_module
     return is_named and not names.PROJECTION.is_in(layer)
 
 
-def _hidden_widths(tree: Sequence[Leaf]) -> set[int]:
-    """Sizes of the repeated layers, and of all norms."""
+def _repeated_widths(tree: Sequence[Leaf]) -> set[int]:
+    """Sizes of the repeated layers."""
     repeated = [x for x in tree if x.is_repeated and x.name.is_weight and len(x.shape) == 2]
-    norms = [x for x in tree if len(x.shape) == 1 and not x.name.is_bias]
-    return {size for leaf in (*repeated, *norms) for size in leaf.shape}
+    return {size for leaf in repeated for size in leaf.shape}
 
 
 def _table(leaf: Leaf, widths: set[int]) -> Role | None:

@@ -57,6 +57,8 @@ class Leaf:
       shape: its shape.
       name: its path, read.
       bias: shape of its layer's bias, if there is one.
+      is_bias: whether it is a bias: so called, or in a sequence without names the vector that
+        follows a matrix.
       is_repeated: whether it is part of a layer that is there many times.
       siblings: layer tokens of the weights in the module that holds the leaf's layer.
     """
@@ -65,6 +67,7 @@ class Leaf:
     shape: Shape
     name: LeafName
     bias: Shape | None
+    is_bias: bool
     is_repeated: bool
     siblings: frozenset[str]
 
@@ -98,6 +101,7 @@ def read_tree(leaves: Described) -> list[Leaf]:
             shape,
             name,
             biases.of(place),
+            name.is_bias or biases.follows_matrix(place),
             _is_repeated(name, counts),
             siblings[_lowered(name.parent)],
         )
@@ -145,6 +149,10 @@ class _Biases:
         alike = [bias for bias, owner in found if _is_alike(shape, bias, owner)]
         fitting = [s for s in alike if s == shape or (len(s) == 1 and s[0] in shape)]
         return fitting[0] if len(set(fitting)) == 1 else self._next(place)
+
+    def follows_matrix(self, place: int) -> bool:
+        """Whether the leaf at this place is the bias of the one before, without names."""
+        return place > 0 and len(self._leaves[place - 1][1]) > 1 and bool(self._next(place - 1))
 
     def _next(self, place: int) -> Shape | None:
         """In a sequence without names, the vector that follows."""

@@ -3,7 +3,7 @@
 import collections
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from muon_optax._internal.tree_paths import Segments
 from muon_optax.partition import names
@@ -42,16 +42,18 @@ class Widths:
         roles = list(zip(tree, named, strict=True))
         tables = [x for x, r in roles if r in ("embedding", "table") and len(x.shape) == 2]
         vectors = [x for x, r in roles if r == "vector" and x.shape and _has_width(x)]
-        self.rows = {leaf.shape[0] for leaf in tables}
+        # A head gives as many outputs as there are tokens, never as there are positions.
+        of_tokens = [leaf for leaf in tables if not names.POSITION.is_in(leaf.name.layer)]
+        self.rows = {leaf.shape[0] for leaf in of_tokens}
         self.norms = {leaf.shape[0] for leaf in vectors}
         self._columns = {leaf.shape[1] for leaf in tables}
         self.order = Order(rest, self.norms | self._columns)
         maps = [leaf for leaf in rest if len(leaf.shape) > 3]
         others = [leaf for leaf in rest if len(leaf.shape) < 4]
-        like_tables = {tuple(sorted(leaf.shape)) for leaf in tables}  # a head, of unknown order
-        others = [
-            x for x in others if x.name.is_weight or tuple(sorted(x.shape)) not in like_tables
-        ]
+        like_tables = {tuple(sorted(leaf.shape)) for leaf in of_tokens}
+        bare = collections.Counter(tuple(sorted(x.shape)) for x in others if not x.name.is_weight)
+        heads = {shape for shape in like_tables if bare[shape] == 1}  # of an order nothing tells
+        others = [x for x in others if x.name.is_weight or tuple(sorted(x.shape)) not in heads]
         self._inputs = {size for leaf in others for size in self.order.inputs(leaf)}
         self._entries = {x for leaf in rest if _is_entry(leaf) for x in self.order.inputs(leaf)}
         self._map_inputs = {size for leaf in maps for size in self.order.inputs(leaf)}
@@ -74,6 +76,32 @@ class Widths:
     def is_added_to_fused(self, leaf: Leaf, size: int) -> bool:
         """Whether a layer beside has as many outputs, which are fused, as in recurrent cells."""
         return (leaf.name.parent, size) in self._fused
+
+    def leads_back(self, size: int) -> bool:
+        """Whether layers lead from one that takes so many inputs to one that gives as many.
+
+        So do those of an autoencoder; from a hidden layer of a funnel they lead on to the head.
+        """
+        found, open_sizes = set[int](), [size]
+        while open_sizes:
+            new = self._following[open_sizes.pop()] - found
+            found |= new
+            open_sizes.extend(new)
+        return size in found
+
+    @functools.cached_property
+    def _following(self) -> Mapping[int, set[int]]:
+        """For each size, those that layers make of it."""
+        found: dict[int, set[int]] = collections.defaultdict(set)
+        for leaf in self._rest:
+            axis = self.order.output_axis(leaf)
+            if axis is None:
+                continue
+            given = leaf.shape[axis]
+            blocks = {given // k for k in (1, *_BLOCKS) if given % k == 0}  # a mean and a deviation
+            for taken in self.order.inputs(leaf):
+                found[taken] |= blocks
+        return found
 
     def _outputs(self, leaves: Iterable[Leaf]) -> Iterable[int]:
         axes = ((leaf, self.order.output_axis(leaf)) for leaf in leaves)
@@ -102,6 +130,10 @@ class Widths:
         is_taken = size in self._inputs or size in self._entries
         return is_taken and not is_given
 
+    def is_embedded(self, size: int) -> bool:
+        """Whether a table's rows are so wide: what gives as much goes on beside them."""
+        return size in self._columns
+
     def is_input(self, size: int) -> bool:
         """Whether a layer that is called an input, or embeds patches, takes so many."""
         return size in self._entries
@@ -110,6 +142,10 @@ class Widths:
         """Whether so many outputs may be blocks that others take: gates, or a shift and a scale."""
         blocks = [size // k for k in _BLOCKS if size % k == 0]
         return any(block == width or block in self.norms for block in blocks)
+
+    def is_taken_in_halves(self, size: int) -> bool:
+        """Whether a layer takes half as many inputs: of a mean and a deviation, a sample."""
+        return size % 2 == 0 and size > IMAGE_CHANNELS and self.is_taken(size // 2)
 
     def is_feature_map(self, size: int) -> bool:
         """Whether so many outputs may be the square feature map that a convolution takes."""
@@ -120,7 +156,7 @@ class Widths:
 def _has_width(leaf: Leaf) -> bool:
     """Whether a vector may be as wide as what goes through the layers: norms of heads are not."""
     is_of_head = names.NORM.is_in(leaf.name.layer) and names.QUERY_KEY.is_in(leaf.name.layer)
-    return not leaf.name.is_bias and not is_of_head
+    return not leaf.is_bias and not is_of_head
 
 
 def _is_entry(leaf: Leaf) -> bool:

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from muon_optax._internal.tree_paths import Segments
-from muon_optax.partition import Label
+from muon_optax.partition import Label, rule_by_name
 from muon_optax.partition.systems import is_vector_in_disguise
 from muon_optax.readers.heads import Layer, heads_by_name, heads_by_shape
 from muon_optax.readers.kernels import Kernel
-from muon_optax.readers.names import is_adapter, is_expert, rule_for
+from muon_optax.readers.names import is_adapter, is_expert
 from muon_optax.readers.records import ModuleLeaf, Reading
 from muon_optax.readers.stacks import Axes, Declared, choices, shifted, stacked_axes
 from muon_optax.readers.usage import Role
@@ -140,7 +140,7 @@ def _by_name(leaf: ModuleLeaf, is_input_first: bool) -> Choice:
     """What the default rules say of a parameter that no module and no use explains."""
     if is_vector_in_disguise(leaf.segments, leaf.shape):
         return Choice("adam", "at most one dim above 1")
-    rule = rule_for(leaf.segments, leaf.shape)
+    rule = rule_by_name(leaf.segments, len(leaf.shape))
     if rule is not None:
         return Choice("adam", rule.reason)
     if len(leaf.shape) == 2 and is_input_first:

@@ -4,22 +4,13 @@ import re
 from collections.abc import Iterable
 
 from muon_optax._internal.tree_paths import Segments
-from muon_optax.partition import Rule, Shape, default_rules, first_rules, words
+from muon_optax.partition import Shape, rule_by_name, words
 from muon_optax.readers.records import ModuleLeaf
 
-__all__ = ["adapters", "is_adapter", "is_expert", "named_head", "rule_for"]
+__all__ = ["adapters", "is_adapter", "is_expert", "named_head"]
 
 _TOKEN = re.compile(r"[a-z]+|[0-9]+")
-_ANY_SIZE = 512
 _BASES = {"base_layer", "base_module"}  # the layer inside an adapter, in PEFT and in Flax
-
-
-def rule_for(segments: Segments, shape: Shape) -> Rule | None:
-    """The default rule for a path alone; None where it is called like a hidden layer's weight."""
-    # Dims of one size say nothing: what a shape tells is in the module, or in the model's other
-    # layers, and isn't evidence when one leaf is looked at without them.
-    (rule,) = first_rules(default_rules(), [(segments, (_ANY_SIZE,) * len(shape))])
-    return rule if rule is not None and rule.label == "adam" else None
 
 
 def named_head(segments: Segments, shape: Shape) -> Segments | None:
@@ -31,7 +22,7 @@ def named_head(segments: Segments, shape: Shape) -> Segments | None:
     """
     names = words(segments)
     for depth in range(1, len(names) + 1):
-        rule = rule_for(names[:depth], shape)
+        rule = rule_by_name(names[:depth], len(shape))
         if rule is not None and rule.reason == "head":
             return names[:depth]
     return None
