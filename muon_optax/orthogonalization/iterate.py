@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from muon_optax.orthogonalization.coefficients import Row, Schedule
+from muon_optax.orthogonalization.hermitian import commuting_matmul, gram_matrix
+from muon_optax.orthogonalization.matmul import matmul
 from muon_optax.orthogonalization.normalize import Map, identity, precondition, scaled
-from muon_optax.orthogonalization.symmetric import commuting_matmul, gram_matrix, matmul
 
 __all__ = ["ALONE", "GramCollectives", "gram", "standard"]
 

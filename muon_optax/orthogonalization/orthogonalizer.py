@@ -13,9 +13,9 @@ from muon_optax._internal.checks import check_choice
 from muon_optax._internal.dtypes import wide_dtype
 from muon_optax.orthogonalization import iterate
 from muon_optax.orthogonalization.coefficients import Preconditioning, Schedule
+from muon_optax.orthogonalization.hermitian import hermitian_flops
 from muon_optax.orthogonalization.normalize import Map, identity, near_one
 from muon_optax.orthogonalization.resolve import Coefficients, resolve_schedule
-from muon_optax.orthogonalization.symmetric import hermitian_flops
 
 __all__ = ["Method", "NewtonSchulz", "PrecisionName", "newton_schulz"]
 

@@ -4,14 +4,20 @@ import numpy as np
 import pytest
 from oracle import gaussian, log_uniform, singular_values
 
-from muon_optax.orthogonalization import newton_schulz, symmetric
-from muon_optax.orthogonalization.symmetric import commuting_matmul, gram_matrix, hermitian_flops
+from muon_optax.orthogonalization import NewtonSchulz, hermitian, newton_schulz, resolve_schedule
+from muon_optax.orthogonalization.hermitian import (
+    commuting_matmul,
+    gram_matrix,
+    halved,
+    hermitian_flops,
+)
+from muon_optax.orthogonalization.hermitian.backend import HermitianBackend
 
 
 @pytest.fixture(autouse=True)
 def small_leaves(monkeypatch):
     """Halving at sizes that compile quickly."""
-    monkeypatch.setattr(symmetric, "_SMALLEST_LEAF", 2)
+    monkeypatch.setattr(halved, "_SMALLEST_LEAF", 2)
     jax.clear_caches()
 
 
@@ -50,7 +56,7 @@ def test_gram_matrix(m, batch, dtype):
 
 
 @pytest.mark.parametrize(("m", "dtype"), [(7, jnp.float32), (12, jnp.complex64)])
-def test_commuting_product(m, dtype):
+def test_commuting_matmul(m, dtype):
     x = entries((2, m, m), dtype)
     x = x @ x.conj().swapaxes(-1, -2)
     y = 2 * x - x @ x
@@ -91,3 +97,25 @@ def test_it_runs_under_vmap_and_grad():
     gradient = jax.grad(lambda x: gram_matrix(x, -1)[0, :, 0].sum())(x)
     expected = jax.grad(lambda x: (x @ x.mT)[0, :, 0].sum())(x)
     np.testing.assert_allclose(gradient, expected, rtol=1e-5)
+
+
+def test_a_backend_has_the_platforms_that_it_names(monkeypatch):
+    """Its matmul runs there, and its FLOPs are those that methods are chosen by."""
+    called = []
+
+    def matmul(x, y, axis, precision):
+        called.append((x is y, axis, precision))
+        return 2 * hermitian.matmul(x, y.conj(), (axis, axis), precision)
+
+    ours = HermitianBackend(("cpu",), lambda m: m > 3, matmul, lambda m, n: m * n)
+    monkeypatch.setattr(hermitian, "BACKENDS", (ours, halved.HALVED))
+    x = jnp.asarray(gaussian(4, 5))
+    np.testing.assert_allclose(gram_matrix(x, -1), 2 * x @ x.T, rtol=1e-6)
+    np.testing.assert_allclose(gram_matrix(x[:3], -1), x[:3] @ x[:3].T, rtol=1e-6)
+    assert called == [(True, -1, None)]
+    assert [hermitian_flops(m, 7, "cpu") for m in (3, 4)] == [2 * 3 * 3 * 7, 4 * 7]
+    assert hermitian_flops(4, 7, "cuda") == 2 * 4 * 4 * 7
+    elsewhere = NewtonSchulz(resolve_schedule("jordan")).gram_has_fewer_flops(4, 5, is_half=False)
+    monkeypatch.setattr(hermitian, "BACKENDS", ())
+    dense = NewtonSchulz(resolve_schedule("jordan")).gram_has_fewer_flops(4, 5, is_half=False)
+    assert (elsewhere, dense) == (True, False)
