@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check test-newest parity bench-aot lint clean
+.PHONY: demo test check test-newest wheel-test parity bench-aot lint clean
 
 demo: $(INSTALLED)  ## train a small GPT with Muon and with AdamW; writes demo/curves.png
 	$(BIN)/python examples/train_gpt.py --output demo
@@ -29,6 +29,9 @@ test-newest: .venv-newest/.installed  ## a part of the suite with Python 3.12 an
 	$(PYTHON312) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
 	touch $@
+
+wheel-test:  ## builds sdist and wheel; installs it into an empty environment of each Python, and trains there
+	.ci/wheel-test 3.11 3.12 3.13
 
 parity: $(INSTALLED)  ## every mesh, precision and recipe against PyTorch's FSDP2
 	$(BIN)/python -m muon_optax parity --grid --worst --json benchmarks/results/parity_grid.json
