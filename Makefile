@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check test-newest wheel-test parity bench-aot lint clean
+.PHONY: demo test check test-newest wheel-test docs parity bench-aot lint clean
 
 demo: $(INSTALLED)  ## train a small GPT with Muon and with AdamW; writes demo/curves.png
 	$(BIN)/python examples/train_gpt.py --output demo
@@ -32,6 +32,14 @@ test-newest: .venv-newest/.installed  ## a part of the suite with Python 3.12 an
 
 wheel-test:  ## builds sdist and wheel; installs it into an empty environment of each Python, and trains there
 	.ci/wheel-test 3.11 3.12 3.13
+
+docs: .venv-docs/.installed  ## the site, in site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+.venv-docs/.installed: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	touch $@
 
 parity: $(INSTALLED)  ## every mesh, precision and recipe against PyTorch's FSDP2
 	$(BIN)/python -m muon_optax parity --grid --worst --json benchmarks/results/parity_grid.json
@@ -65,4 +73,4 @@ $(INSTALLED): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-cuda .venv-tpu demo
+	rm -rf $(VENV) .venv-newest .venv-docs .venv-cuda .venv-tpu demo site
