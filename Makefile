@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check test-newest wheel-test docs parity bench-aot lint clean
+.PHONY: demo test check test-newest wheel-test docs notebooks parity bench-aot lint clean
 
 demo: $(INSTALLED)  ## train a small GPT with Muon and with AdamW; writes demo/curves.png
 	$(BIN)/python examples/train_gpt.py --output demo
@@ -41,6 +41,14 @@ docs: .venv-docs/.installed  ## the site, in site/; a broken link is an error
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
 	touch $@
 
+notebooks: .venv-notebooks/.installed  ## executes the notebooks, and keeps their outputs in them
+	.venv-notebooks/bin/python .ci/notebooks.py $(wildcard $(CURDIR)/examples/notebooks/*.ipynb)
+
+.venv-notebooks/.installed: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[notebooks]'
+	touch $@
+
 parity: $(INSTALLED)  ## every mesh, precision and recipe against PyTorch's FSDP2
 	$(BIN)/python -m muon_optax parity --grid --worst --json benchmarks/results/parity_grid.json
 
@@ -73,4 +81,4 @@ $(INSTALLED): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-docs .venv-cuda .venv-tpu demo site
+	rm -rf $(VENV) .venv-newest .venv-docs .venv-notebooks .venv-cuda .venv-tpu demo site

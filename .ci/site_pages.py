@@ -21,6 +21,10 @@ OUTSIDE = {
     "SECURITY.md": "security.md",
     "examples/README.md": "examples.md",
     **{
+        f"examples/notebooks/{path.name}": f"notebooks/{path.name}"
+        for path in sorted((ROOT / "examples/notebooks").glob("*.ipynb"))
+    },
+    **{
         f"benchmarks/results/{path.name}": f"results/{path.name}"
         for path in sorted((ROOT / "benchmarks/results").glob("*.*"))
     },
