@@ -1,8 +1,8 @@
 """Haliax, as in Levanter: layers name the axes they sum over, which says what the matrices are.
 
 `named_views` reads each `Linear`'s `In` and `Out`; any other named axis, as that of `Stacked`
-layers, is a batch axis. Run it with `python examples/adapters/with_haliax.py`; `pip install haliax`
-brings Haliax.
+layers, is a batch axis. Run it with `python examples/adapters/with_haliax.py`; `pip install
+--pre 'haliax>=1.4.dev0'` brings Haliax.
 """
 
 from typing import Any
