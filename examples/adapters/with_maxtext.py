@@ -62,16 +62,16 @@ def views_of(params: Any) -> Any:
 
 def make_params() -> Any:
     """Random kernels that keep a signal's size; scales of one."""
-    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
-    keys = iter(jax.random.split(jax.random.key(0), 16))
+    rng = np.random.default_rng(0)
 
     def make(path: Any, shape: tuple[int, ...]) -> jax.Array:
-        if path[-1].key == "scale":
+        names = {key.key for key in path}
+        if "scale" in names:
             return jnp.ones(shape)
-        fan_in = EMBED if "out" in {key.key for key in path} else shape[0]
-        return jax.random.normal(next(keys), shape) / np.sqrt(fan_in)
+        fan_in = EMBED if "out" in names else shape[0]
+        return jnp.array(rng.normal(size=shape) / np.sqrt(fan_in), jnp.float32)
 
-    return jax.tree_util.tree_map_with_path(make, SHAPES, is_leaf=is_shape)
+    return jax.tree_util.tree_map_with_path(make, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
