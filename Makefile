@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check test-newest parity bench-aot lint clean
+.PHONY: demo test check test-newest wheel-test docs notebooks parity bench-aot lint clean
 
 demo: $(INSTALLED)  ## train a small GPT with Muon and with AdamW; writes demo/curves.png
 	$(BIN)/python examples/train_gpt.py --output demo
@@ -13,7 +13,7 @@ test: $(INSTALLED)  ## the whole test suite, doctests included
 	$(BIN)/python -m pytest -n 2
 
 # For before each commit: what is quick, and touches every module.
-CHECK := alias barriers checks cost dispatch layouts loads matrix_view momentum partition partition_warnings placement plans orthogonalization_normalize recipes reports rounds scaling specs stage tables tree_paths weight_decay wrappers
+CHECK := alias barriers checks cost dispatch loads matrix_view momentum package partition partition_warnings placement plans orthogonalization_normalize recipes reports rounds scaling site specs stage tables tree_paths usual_specs weight_decay wrappers
 
 check: lint  ## linters, types, and a part of the tests that touches every module
 	$(BIN)/python -m pytest -n 2 -x muon_optax $(wildcard $(CHECK:%=tests/test_%.py))
@@ -28,6 +28,25 @@ test-newest: .venv-newest/.installed  ## a part of the suite with Python 3.12 an
 .venv-newest/.installed: pyproject.toml
 	$(PYTHON312) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	touch $@
+
+wheel-test:  ## builds sdist and wheel; installs it into an empty environment of each Python, and trains there
+	.ci/wheel-test 3.11 3.12 3.13
+
+docs: .venv-docs/.installed  ## the site, in site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+.venv-docs/.installed: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	touch $@
+
+notebooks: .venv-notebooks/.installed  ## executes the notebooks, and keeps their outputs in them
+	.venv-notebooks/bin/python .ci/notebooks.py $(wildcard $(CURDIR)/examples/notebooks/*.ipynb)
+
+.venv-notebooks/.installed: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[notebooks]'
 	touch $@
 
 parity: $(INSTALLED)  ## every mesh, precision and recipe against PyTorch's FSDP2
@@ -62,4 +81,4 @@ $(INSTALLED): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-cuda .venv-tpu demo
+	rm -rf $(VENV) .venv-newest .venv-docs .venv-notebooks .venv-cuda .venv-tpu demo site

@@ -84,6 +84,8 @@ __all__ = [
     "update_stats",
 ]
 
+__version__ = "0.1.0"
+
 _SUBMODULES = ("interop", "models", "recipes")
 
 

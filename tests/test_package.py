@@ -1,40 +1,47 @@
-"""What `import muon_optax` gives, and what it leaves for later."""
+"""What the package says of itself: one version, the Pythons it takes, and paths that are there."""
 
-import subprocess
-import sys
+import re
+import tomllib
+from importlib import metadata
+from pathlib import Path
 
 import pytest
+import yaml
 
 import muon_optax
 
-SUBMODULES = ("interop", "models", "recipes")
-
-PROGRAM = """
-import sys
-import muon_optax
-
-loaded = [name for name in {names} if f"muon_optax.{{name}}" in sys.modules]
-assert loaded == [], loaded
-assert set({names}) <= set(dir(muon_optax))
-assert "muon_optax.recipes" not in sys.modules  # nor does dir import them
-assert muon_optax.recipes.keller_jordan is not None
-assert muon_optax.models.model_shapes is not None
-assert muon_optax.interop.from_optax is not None
-assert muon_optax.interop.torch.from_state_dict is not None
-assert "torch" not in sys.modules
-"""
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def test_submodules_are_there_without_an_import_of_their_own():
-    program = PROGRAM.format(names=SUBMODULES)
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+def test_the_version_stands_in_one_place():
+    assert "version" not in PROJECT
+    assert PROJECT["dynamic"] == ["version"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", muon_optax.__version__)
+    assert metadata.version("muon-optax") == muon_optax.__version__
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == muon_optax.__version__
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == muon_optax.__version__
 
 
-def test_another_name_is_an_error_as_of_any_module():
-    assert not hasattr(muon_optax, "recipe")
-    with pytest.raises(AttributeError, match="module 'muon_optax' has no attribute 'recipe'"):
-        _ = muon_optax.recipe  # pyright: ignore[reportAttributeAccessIssue]
+def test_the_pythons_that_are_named_are_those_that_are_tried():
+    classifiers = PROJECT["classifiers"]
+    named = re.findall(r"Python :: (3\.\d+)", "\n".join(classifiers))
+    (tried,) = re.findall(r"\.ci/wheel-test ([\d. ]+)$", (ROOT / "Makefile").read_text(), re.M)
+    assert named == tried.split()
+    assert PROJECT["requires-python"] == f">={named[0]}"
 
 
-def test_every_public_name_is_listed():
-    assert {*muon_optax.__all__, *SUBMODULES} <= set(dir(muon_optax))
+def test_type_checkers_are_told():
+    assert "Typing :: Typed" in PROJECT["classifiers"]
+    assert (ROOT / "muon_optax/py.typed").is_file()
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "SECURITY.md", "docs/releasing.md"])
+def test_paths_and_commands_that_contributors_are_told_are_there(page: str):
+    text = (ROOT / page).read_text()
+    folders = r"`((?:muon_optax|tests|docs|benchmarks|examples|\.ci)/[\w./-]*)"
+    for path in re.findall(folders, text):
+        assert (ROOT / path).exists(), path
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)) <= set(targets)

@@ -1,0 +1,120 @@
+"""The adapters' examples: each trains a model of its library, and asserts how far its loss falls.
+
+All run in one process, which imports JAX once and compiles with few optimizations.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+ADAPTERS = Path(__file__).parents[1] / "examples/adapters"
+# Example -> the package it needs, and lines of its report.
+EXAMPLES = {
+    "with_equinox.py": (
+        "equinox",
+        ["layers/0/weight 128 x 64 1 of 64 x 128 muon 1.414 weight of Linear"],
+    ),
+    "with_haiku.py": ("haiku", ["mlp/~/linear_0/w 64 x 128 1 of 64 x 128 muon 1.414 weight"]),
+    "with_train_state.py": (
+        "flax",
+        [
+            "attention/query/kernel 32 x 4 x 8 1 of 32 x 32 muon 1 ",
+            "attention/out/kernel 4 x 8 x 32 1 of 32 x 32 muon 1 ",
+            "head/kernel 32 x 10 adam head",
+        ],
+    ),
+    "with_nnx_master.py": (
+        "flax",
+        ["the weights are the master copy, rounded; it is in pinned_host"],
+    ),
+    "with_keras.py": (
+        "keras",
+        [
+            "sequential/second/kernel 128 x 128 1 of 128 x 128 muon 1 ",
+            "sequential/head/kernel 128 x 10 adam head",
+        ],
+    ),
+    "with_maxtext.py": (
+        "jax",
+        [
+            "decoder/layers/self_attention/out/kernel 4 x 2 x 8 x 32 2 of 32 x 32 muon 1 ",
+            "decoder/layers/mlp/wo/kernel 128 x 2 x 32 2 of 128 x 32 muon 1 ",
+            "token_embedder/kernel 8 x 32 adam ",
+        ],
+    ),
+    "with_haliax.py": (
+        "haliax",
+        [
+            "blocks/stacked/up/weight/<0> 2 x 256 x 128 2 of 128 x 256 muon 1.414 ",
+            "head/weight/<0> 10 x 128 adam head",
+        ],
+    ),
+}
+PROGRAM = """
+import runpy, sys, traceback
+for name in sys.argv[1:]:
+    print("==", name, flush=True)
+    try:
+        runpy.run_path(name)
+    except BaseException:
+        traceback.print_exc(file=sys.stdout)
+    else:
+        print("== done")
+"""
+
+
+def can_run(package: str) -> bool:
+    """Whether a package is installed and knows the JAX that is here."""
+    if importlib.util.find_spec(package) is None:
+        return False
+    # Haliax 1.4.dev453 calls what JAX 0.12 has removed.
+    return package != "haliax" or version("jax") < "0.12"
+
+
+def run(names: list[str]) -> dict[str, str]:
+    """What each example prints, with single spaces; 'done' where it ends."""
+    quick = {
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, (".", os.environ.get("PYTHONPATH")))),
+    }
+    process = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *names],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=ADAPTERS,
+        env=os.environ | quick,
+    )
+    assert process.returncode == 0, process.stderr
+    assert "MuonWarning" not in process.stderr
+    parts = re.split(r"^== (with_\w+\.py)\n", re.sub(" +", " ", process.stdout), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+# One test, since a fixture of the module would run once in each of pytest-xdist's processes.
+def test_the_adapters_train_and_their_reports_say_how():
+    pytest.importorskip("sklearn")
+    names = [name for name, (package, _) in EXAMPLES.items() if can_run(package)]
+    printed = run(names)
+    assert list(printed) == names
+    for name, text in printed.items():
+        assert text.endswith("\n== done\n"), f"{name}: {text}"
+        for line in EXAMPLES[name][1]:
+            assert f"\n{line}" in f"\n{text}", name
+        ((first, last, bound),) = re.findall(r"loss ([\d.]+) -> ([\d.]+), below ([\d.]+)\n", text)
+        assert float(last) < float(bound) < 0.7, name
+        assert float(first) > 2.0, name  # ten classes: 2.3 nats for a guess
+
+
+def test_the_list_of_adapters_is_whole():
+    programs = {path.name for path in ADAPTERS.glob("with_*.py")}
+    assert programs == set(EXAMPLES)
+    page = (ADAPTERS.parents[1] / "docs/adapters.md").read_text()
+    assert set(re.findall(r"`examples/adapters/(\w+\.py)`", page)) == programs
