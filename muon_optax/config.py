@@ -25,7 +25,7 @@ __all__ = ["Found", "MuonConfig", "find_configs", "note_if_searched", "search_co
 
 @dataclasses.dataclass(frozen=True)
 class MuonConfig:
-    """The options of a `muon` that decide what is shown.
+    """The options of a `muon` that plans, reports and statistics need.
 
     Attributes:
       direction: momentum, orthogonalisation and how they are run.

@@ -1,1 +1,1 @@
-"""What every room uses and no user imports: paths of trees, dtypes, checks of arguments."""
+"""Helpers of all packages, which no user imports: paths of trees, dtypes, checks of arguments."""

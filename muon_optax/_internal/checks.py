@@ -99,7 +99,7 @@ def check_decay(name: str, value: Any, *, below: float = 1.0) -> None:
 
 
 def check_static(name: str, value: Any) -> None:
-    """Raises TypeError for an array in place of what is fixed when the optimizer is made.
+    """Raises TypeError for an array in place of an option that is fixed at construction.
 
     `optax.inject_hyperparams` makes one of each number, and calls each function as a schedule.
     """

@@ -1,4 +1,4 @@
-"""Warnings of what is right but may not be what was meant: one for all leaves concerned."""
+"""Warnings of choices that are valid but may not be meant: one for all leaves concerned."""
 
 import warnings
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def about(message: str, leaves: Sequence[_Named], most: int | None = 8) -> str:
     """The message and the leaves; '' where there are none.
 
     Args:
-      message: what is said of them.
+      message: the text about them.
       leaves: with their paths and shapes. Of those that differ in the numbers of their paths alone
         the first is named.
       most: how many are named; None is all.

@@ -46,7 +46,7 @@ __all__ = ["Target", "add_arguments", "check_dtype", "read_target", "shardings"]
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A model and what is said of it.
+    """A model and the options about it.
 
     Attributes:
       name: as shown.
@@ -157,7 +157,7 @@ def read_target(args: argparse.Namespace) -> Target:
 
 
 def check_dtype(option: str, name: str) -> None:
-    """Raises ValueError for what is no real floating-point dtype of 16 bits or more."""
+    """Raises ValueError unless it is a real floating-point dtype of 16 bits or more."""
     if not is_float_dtype(name, jnp.floating):
         raise ValueError(
             f"{option} must be a floating-point dtype of 16 bits or more, got {name!r}"

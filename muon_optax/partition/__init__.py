@@ -1,4 +1,4 @@
-"""Which optimizer each leaf gets, and why: rules, what a tree tells, and what is doubtful."""
+"""Which optimizer each leaf gets, and why: rules, evidence of the tree, and doubts."""
 
 from muon_optax.partition.assignment import (
     NO_VIEW,

@@ -1,7 +1,7 @@
 """Which optimizer each leaf gets, and the reason.
 
-Declared matrix views come first: they say what is a matrix, and so what gets Muon. Without them,
-ordered rules over a leaf's path and shape decide; the first that matches wins.
+Declared matrix views come first: they say which leaves are matrices, and so which get
+Muon. Without them, ordered rules over a leaf's path and shape decide; the first that matches wins.
 """
 
 import dataclasses
@@ -81,7 +81,7 @@ class Assignment:
     treedef: Any
 
     def shapes(self) -> Any:
-        """The tree of shapes that was decided about, without what isn't floating point."""
+        """The tree of shapes that was decided about, without leaves that aren't floating point."""
         floats = [
             jax.ShapeDtypeStruct(d.shape, d.dtype) if d.reason != NOT_FLOAT else None
             for d in self.decisions

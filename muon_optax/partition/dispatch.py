@@ -179,7 +179,7 @@ def _as_array(leaf: Any) -> Any:
 
 
 def _with_others(floats: Any, updates: Any, params: Any) -> Any:
-    """Puts back what isn't floating point: an update that leaves the parameter as it is."""
+    """Puts back the leaves that aren't floating point, as updates that change nothing."""
 
     def unchanged(old, param):
         dtype = dtype_of(param)

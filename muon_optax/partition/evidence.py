@@ -1,4 +1,4 @@
-"""What the shapes of a tree show of leaves whose names don't tell what they are."""
+"""Evidence from the shapes of a tree about leaves whose names tell nothing."""
 
 import collections
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What the names of a path say: their words, the layer they belong to, and what these words mean.
+"""The names of a path: their words, the layer they belong to, and the meaning of these words.
 
 A name is read word by word: 'embed_tokens_per_layer' is (embed, tokens, per, layer), and
 'MultiHeadDotProductAttention_0' is (multi, head, dot, product, attention). There is no list of

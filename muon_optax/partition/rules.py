@@ -1,4 +1,4 @@
-"""Rules that give a leaf its optimizer: by its path, its shape, or what it is in its tree."""
+"""Rules that give a leaf its optimizer: by its path, its shape, or its role in the tree."""
 
 import dataclasses
 import fnmatch

@@ -1,4 +1,4 @@
-"""The sizes of a tree: what its layers take, what they give, and how wide its norms are."""
+"""The sizes of a tree: inputs and outputs of its layers, and widths of its norms."""
 
 import collections
 import functools
@@ -13,7 +13,7 @@ from muon_optax.partition.tree import Leaf, Role
 __all__ = ["IMAGE_CHANNELS", "VOCABULARY", "Widths", "is_multiple"]
 
 VOCABULARY = 8  # a table or head of so many times its width is that of a vocabulary
-IMAGE_CHANNELS = 4  # what a first convolution takes is not what another layer gives
+IMAGE_CHANNELS = 4  # a first convolution's inputs are no other layer's outputs
 _BLOCKS = (2, 3, 4, 6)  # of fused outputs: shift and scale, queries, keys and values, gates
 
 

@@ -1,4 +1,4 @@
-"""From what a reader found to the decision about each parameter."""
+"""From a reader's records to the decision about each parameter."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -26,7 +26,7 @@ class Choice(NamedTuple):
       label: its optimizer.
       reason: why.
       view: its matrices, for Muon.
-      doubt: what is not known of it; None where all is.
+      doubt: the open question about it; None where there is none.
     """
 
     label: Label

@@ -1,4 +1,4 @@
-"""From a model to rules: finds the framework's reader and turns what it found into rules."""
+"""From a model to rules: finds the framework's reader and turns its records into rules."""
 
 import importlib
 from collections.abc import Callable

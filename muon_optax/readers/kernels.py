@@ -15,7 +15,7 @@ class Kernel:
 
     Attributes:
       shape: the declared shape.
-      kind: what it is, for the report's reason.
+      kind: the kind of layer, for the report's reason.
       view: the matrices that it makes; None for AdamW's.
       is_adapted: whether it is the weight beside an adapter's factors, which it is named after.
     """

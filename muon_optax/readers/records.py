@@ -14,7 +14,7 @@ __all__ = ["ModuleLeaf", "Reading"]
 
 @dataclasses.dataclass(frozen=True)
 class ModuleLeaf:
-    """A parameter and what its module says of it.
+    """A parameter and its module's knowledge of it.
 
     Attributes:
       segments: its path in the tree that is trained.
@@ -40,7 +40,7 @@ class Reading:
 
     Attributes:
       leaves: in the order in which the modules define them, where that is known.
-      usage: what a traced call does with them; None without example inputs.
+      usage: the operations of a traced call on them; None without example inputs.
       heads: the parameters of the layers that make the logits, where the framework says so.
       stacked: the axes of leaves that a transform is known to have stacked.
       is_input_first: whether the framework's own layers keep weights as [in, out].

@@ -1,4 +1,4 @@
-"""Which axes of a leaf are layers: those that `vmap` or `scan` added to what its module declares.
+"""Which axes of a leaf are layers: those that `vmap` or `scan` added to its module's shape.
 
 Shapes tell where only one choice of axes leaves the declared shape. Where several do, as for square
 matrices in a stack as deep as they are wide, the leaves beside it decide: one transform stacks them

@@ -23,8 +23,8 @@ class BoundLeaf:
       strategy: 'auto', or the strategy that the user asks for.
       result_sharding: how the results are sharded, if they go unsharded to every device that had a
         slice, as under ZeRO-1.
-      param_sharding: what is declared of the parameter.
-      mu_sharding: what is declared of its momentum, if that is sharded otherwise.
+      param_sharding: the declared sharding of the parameter.
+      mu_sharding: the declared sharding of its momentum, if that is another.
       is_mu_on_host: whether its momentum is declared to be in host memory.
     """
 
@@ -71,11 +71,11 @@ class BoundLeaf:
 
     @property
     def key(self) -> tuple:
-        """What leaves must share to be handled together: all but the sizes of batch axes."""
+        """Equal for leaves that are handled together: all but the sizes of batch axes."""
         return (self.view.matrix_key, self.sides, *self._rest_of_key)
 
     def key_or_transposed(self, newton_schulz: NewtonSchulz | None) -> tuple:
-        """What a leaf shares with those, too, whose transposes are sharded as it is.
+        """Equal for leaves, too, whose transposes are sharded as this one is.
 
         Under FSDP x TP, query and output projections are such leaves. They can be handled together,
         since the transpose's polar factor is the polar factor's transpose.

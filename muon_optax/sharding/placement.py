@@ -57,7 +57,7 @@ def place(tree: Any, where: Sequence[LeafSharding | Declared]) -> Any:
 
     Args:
       tree: arrays, or shape structs, which get the sharding.
-      where: for each leaf what is declared of it, or a sharding; one of which nothing is said or
+      where: for each leaf its declared or known sharding; one of which nothing is said or
         known stays.
 
     Returns:
@@ -161,7 +161,7 @@ def check_mu_shardings_divide(tree: Any, leaves: Sequence[BoundLeaf]) -> None:
         spec, mesh = leaf.mu_sharding, mesh_of(x, leaf.mu_sharding)
         if spec is None or mesh is None:
             continue
-        try:  # a shape, since what an array's type says would count for more than the declaration
+        try:  # a shape, since an array's type would count for more than the declaration
             whole = NamedSharding(mesh, PartitionSpec())
             shape = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
             read_sharding(shape, bare_spec(spec), mapped)

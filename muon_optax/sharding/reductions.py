@@ -36,7 +36,7 @@ def check_summed(updates: Any) -> None:
 
 
 def summed(tree: Any) -> Any:
-    """The tree with plain types: what is unreduced is summed, what is reduced stays as it is.
+    """The tree with plain types: unreduced leaves are summed, reduced ones stay as they are.
 
     Args:
       tree: arrays, tracers or shape structs.

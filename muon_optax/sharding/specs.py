@@ -93,7 +93,7 @@ class LeafSharding:
 
     @property
     def type_key(self) -> tuple[Axes, ...]:
-        """Mesh axes of each dim, those of size 1 too: what arrays must share for JAX to stack them.
+        """Mesh axes of each dim, those of size 1 too: equal for arrays that JAX can stack.
 
         On an Explicit mesh they are all in the array's type.
         """
@@ -120,7 +120,7 @@ def read_shardings(tree: Any, declared: Sequence[Declared]) -> list[LeafSharding
 
     Args:
       tree: arrays, tracers or shape structs.
-      declared: what is declared of each leaf, from `declared_specs`.
+      declared: the declared sharding of each leaf, from `declared_specs`.
 
     Returns:
       One sharding a leaf.

@@ -24,7 +24,7 @@ def binder(views: Views, declared: ShardingOptions) -> Callable[[Any, Any], list
     Args:
       views: a view, a tree of views, or a function that returns one; None takes every leaf for a
         [fan-in, fan-out] matrix.
-      declared: what is declared of the leaves' shardings.
+      declared: the shardings that the user declares.
 
     Returns:
       A function of the leaves, and of the parameters that metadata and functions are asked about,
@@ -67,7 +67,7 @@ def bound_leaves(tree: Any, views: Sequence[BoundView], shardings: Shardings) ->
     Args:
       tree: parameters, or updates in their places.
       views: a view for each leaf.
-      shardings: what is declared of the leaves.
+      shardings: the declared shardings of parameters and momentum.
 
     Returns:
       The records.

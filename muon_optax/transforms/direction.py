@@ -138,7 +138,7 @@ class Direction:
     """Momentum and orthogonalisation, as one stage with one state.
 
     Attributes:
-      momentum: what is kept, and what is orthogonalised of it.
+      momentum: the buffer's form, and the mix with the gradient that is orthogonalised.
       orthogonalizer: how each matrix is orthogonalised.
       execution: strategies, workspace and device.
       ns_dtype: dtype to orthogonalise in; None is the momentum's.

@@ -79,7 +79,7 @@ class MatrixSums:
 
     Sums have the leaf's dims, those that are summed over as 1. Where fused blocks are side by side
     along a summed axis, a last dim has one entry for each block. They are all-reduced over exactly
-    the mesh axes that shard what is summed over, and never over replicas.
+    the mesh axes that shard the summed dims, and never over replicas.
 
     Attributes:
       leaf: the leaf.
@@ -109,7 +109,7 @@ class MatrixSums:
         dims = self.dims
         if not self._sums_blocks:
             return jnp.sum(x, dims, keepdims=True)
-        # The axes beside the fused one first: what is multiplied by the mask is small then.
+        # The axes beside the fused one first: the product with the mask is small then.
         x = jnp.sum(x, [d for d in dims if d not in self._fused_dims], keepdims=True)
         mask = self._mask(sharding, x.dtype)
         return jnp.sum(x[..., None] * mask, self._fused_dims, keepdims=True)
@@ -230,8 +230,8 @@ def _all_reduced(
 def _axes_of_size_1(x: jax.Array) -> tuple[str, ...]:
     """Manual axes of size 1 over which an array varies by its type.
 
-    Layouts leave them out, but what is summed over must not vary by its type either: the user's
-    shard_map checks it.
+    `LeafSharding` leaves them out, but the type of the sums must not vary over them either:
+    the user's shard_map checks it.
     """
     mesh = jax.sharding.get_abstract_mesh()
     varying = varying_axes(x)

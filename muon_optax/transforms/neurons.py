@@ -199,7 +199,7 @@ class _NeuronScaling:
         root = jnp.sqrt(nu) + eps if self.guard == "root" else jnp.sqrt(jnp.maximum(nu, eps))
         gain = quotient(1, root)
         if self.restore is not None:
-            # The matrix's sum of squares is that of its neurons': what is sent is small.
+            # The matrix's sum of squares is that of its neurons', which is less to send.
             after = rest.of(sums * gain**2)
             wanted = (
                 rest.of(sums)

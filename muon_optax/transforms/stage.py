@@ -51,7 +51,7 @@ class MatrixTransformation(optax.GradientTransformationExtraArgs):
     that `muon` has made, so that nothing is declared twice.
 
     Attributes:
-      stage: what it does with bound leaves.
+      stage: its functions on bound leaves.
     """
 
     stage: Stage
@@ -122,7 +122,7 @@ def as_stage(transformation: optax.GradientTransformation) -> Stage:
 def slot_stage(
     given: optax.GradientTransformation | Sequence[optax.GradientTransformation] | None,
 ) -> Stage | None:
-    """The stage of what a user gives for a slot of Muon's step.
+    """The stage of the transformations that a user gives for a slot of Muon's step.
 
     Args:
       given: a transformation, or several, which updates pass from the first to the last. In an

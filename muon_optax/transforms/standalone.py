@@ -102,7 +102,7 @@ def zero_moments(param: Any) -> Any:
 def zero_sums(sums: Sums, param: Any) -> Any:
     """Zeros of the shape of some sums over a parameter, sharded as those are.
 
-    They are summed, since `jit` keeps the sharding of what is computed from a parameter's value.
+    They are summed, since `jit` keeps the sharding of values computed from a parameter.
     """
     if is_abstract(param):
         return summed_struct(sums, zero_moments(param))

@@ -75,7 +75,7 @@ Scanned = Sequence[str] | str | Mapping[str, int]
 
 
 def flax_matrix_views(params: Any, *, scanned: Scanned = (), rules: Sequence[Rule] = ()) -> Any:
-    """Views for the weights of Flax's layers, and AdamW for what isn't surely a matrix.
+    """Views for the weights of Flax's layers, and AdamW for leaves that aren't surely matrices.
 
     Flax keeps kernels as [in, out], convolutions as [*window, in, out], attention as [in, heads,
     head_dim] into heads and [heads, head_dim, out] out of them; `nn.scan` and `nnx.vmap` put an

@@ -1,4 +1,4 @@
-"""The axes of all the weights of a tree, from what is sure to what is likely.
+"""The axes of all the weights of a tree, from sure evidence to likely evidence.
 
 1. A bias beside a weight has its output axes.
 2. A name says convolution, and the window is one.
@@ -79,7 +79,7 @@ def _seen(weight: Weight, roles: Roles | None) -> Seen:
 
 
 class _Search:
-    """Weights, and what is known of them so far."""
+    """Weights, and the axes known so far."""
 
     def __init__(self, weights: Sequence[Weight]):
         self._weights = weights
@@ -94,7 +94,7 @@ class _Search:
                 self._begin(weight)
 
     def _begin(self, weight: Weight) -> None:
-        """Takes what a weight tells by itself: its bias, or a name of convolutions."""
+        """Takes the evidence of a weight by itself: its bias, or a name of convolutions."""
         options = None if weight.bias is None else _by_bias(weight)
         if options is None and is_conv_like(weight):
             options = [] if weight.is_doubtful else conv_by_name(weight)

@@ -75,7 +75,7 @@ def hermitian_flops(m: int, n: int, platform: str | None = None) -> int:
 
     Args:
       m: rows and columns of the result.
-      n: what is summed over.
+      n: the length that is summed over.
       platform: as in `HermitianBackend`; None is that of this process.
 
     Example:

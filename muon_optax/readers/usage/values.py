@@ -1,4 +1,4 @@
-"""What is known of each value of a traced call, and what a call does with its parameters."""
+"""The values of a traced call, and how the call uses its parameters."""
 
 import dataclasses
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class Value:
         return dataclasses.replace(self, weights=weights, outputs=outputs)
 
     def without_weights(self) -> "Value":
-        """The value where what it holds can't be followed any further."""
+        """The value from where its contents can't be followed any further."""
         return dataclasses.replace(self, weights=())
 
 

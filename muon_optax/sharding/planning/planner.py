@@ -2,7 +2,7 @@
 
 Leaves whose matrices have one shape, one dtype and one sharding form a bucket. Strategies are
 compared by their cost alone. Where one has owners, a bucket's matrices go to them in full rounds,
-one for each device; what is left over is a slice of the work of its own, whose owners are chosen so
+one for each device; the remainder is a slice of the work of its own, whose owners are chosen so
 that the busiest device has as little to do as possible.
 """
 
@@ -144,7 +144,7 @@ class _Chooser:
       leaf: stands for the bucket's leaves.
       workload: of its matrices, divided over all the axes that can divide it.
       device: as in `plan_leaves`.
-      loads: of the devices so far; what is chosen is added.
+      loads: FLOPs of the devices so far; the chosen slices' are added.
       floor: FLOPs that the busiest device is taken to have in the end, at least.
       budget: bytes of workspace for one chunk.
       are_single: whether each leaf has one matrix.

@@ -28,7 +28,8 @@ class Elementwise:
     """What is done with a leaf's operands on the shards, before any communication.
 
     Attributes:
-      prepare: (scalars, *operands) -> what is orthogonalised and then replaces the first operand.
+      prepare: (scalars, *operands) -> the array to orthogonalise; its result replaces the first
+        operand.
       keep: (scalars, *operands) -> what replaces the other operands.
     """
 
@@ -42,7 +43,7 @@ class Buffers(abc.ABC):
 
     Attributes:
       leaf: the leaf.
-      elementwise: what is done on its shards.
+      elementwise: the operations on its shards.
     """
 
     leaf: BoundLeaf

@@ -120,7 +120,7 @@ def make_orthogonalizer(
     precision: PrecisionName | None = None,
     adaptive: bool = False,
 ) -> Orthogonalizer:
-    """What the options mean; all are checked, also what `orthogonalizer` leaves unused.
+    """The orthogonalizer of the options. All are checked, those too that `orthogonalizer` replaces.
 
     Raises:
       ValueError, TypeError: for options out of range.
@@ -172,7 +172,7 @@ def _batch_size(count: int, elements: int) -> int:
 
 
 def _checked(y: Any, x: jax.Array) -> jax.Array:
-    """Refuses what a function of the user's may return by mistake, as matrices of another shape."""
+    """Raises where a function of the user's returned another shape or dtype."""
     if not isinstance(y, jax.Array) or y.shape != x.shape:
         got = f"shape {y.shape}" if isinstance(y, jax.Array) else f"a {type(y).__name__}"
         raise TypeError(f"orthogonalizer must return an array of shape {x.shape}, got {got}")

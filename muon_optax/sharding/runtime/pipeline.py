@@ -49,7 +49,7 @@ def run_buckets(
       buckets: from the planner.
       leaves: the leaves that were planned.
       orthogonalizer: how each matrix is orthogonalised.
-      elementwise: what is done on the shards before any communication.
+      elementwise: the operations on shards before any collective, such as the momentum's update.
       scalars: a tree of scalars for `elementwise`, at least one: a chunk is held back by them.
       operands: for each leaf the same number of arrays, all sharded like the leaf.
       is_ordered: whether collectives and matmuls are put in an order; results are then written over
@@ -64,7 +64,7 @@ def run_buckets(
     for bucket in buckets:
         by_mapping.setdefault((bucket.leaf.sharding.mesh, _axes_to_map(bucket)), []).append(bucket)
     found = dict(enumerate(operands))  # a leaf in no bucket is empty
-    # No program of a user's function is kept: what it closes over may be large, traced, or change.
+    # No program of a user's function is kept: its closure may be large, traced, or change.
     run = _compiled_over_mesh if orthogonalizer.newton_schulz else _over_mesh
     for (mesh, axes), mapped in by_mapping.items():
         mine = {i: operands[i] for bucket in mapped for i in bucket.members}
@@ -193,7 +193,7 @@ class _Rounds:
         found: Any = here.orthogonalize(received, self.orthogonalizer) if here else ()
         if coming:
             (scalars, sent), state = self._wait((scalars, sent), state)
-        else:  # nobody reads the scalars again, and XLA drops from a barrier what isn't read
+        else:  # nobody reads the scalars again, and XLA drops unread operands from a barrier
             (found, sent), state = self._wait((found, sent), state)
         state = state.replace(scalars=scalars, received=(), orthogonalized=found)
         if leaving:
@@ -203,7 +203,7 @@ class _Rounds:
     def loop(self, state: _State, run: Sequence[Round]) -> _State:
         """The rounds of a run, compiled once."""
         values = (state.scalars, state.received, state.orthogonalized)
-        values, state = self._wait(values, state)  # what was touched may be of other leaves
+        values, state = self._wait(values, state)  # touched arrays may be those of other leaves
         leaves = run[0].leaves
 
         def round_at(k: jax.Array, carry: Any) -> Any:
@@ -233,8 +233,8 @@ class _Rounds:
         """Forms and receives a chunk.
 
         The other operands are replaced at once, so that the first one's memory is free before
-        results come back. They, and not the scalars alone, wait for what is formed of them: XLA
-        sees through a barrier to what is constant.
+        results come back. They, and not the scalars alone, wait for the arrays formed of them: XLA
+        sees constants through a barrier.
         """
         scalars, state = self._wait(state.scalars, state)
         picked = self._formed(state, chunk, scalars)

@@ -24,7 +24,7 @@ class Strategy(abc.ABC):
     Attributes:
       name: as users ask for it and tables show it.
       has_owners: whether each matrix is whole on one device, its owner. Matrices then go in rounds
-        of one for each owner, and what is left over may go another way.
+        of one for each owner, and the remainder may go another way.
       communicates: whether anything is sent. Only then can replicas divide the work.
       needs_newton_schulz: whether it takes Newton-Schulz apart, so that no other function of
         matrices can be used.
@@ -80,7 +80,7 @@ class Strategy(abc.ABC):
         return matrices.own(x)
 
     def receive(self, matrices: ShardedMatrices, x: jax.Array) -> jax.Array:
-        """What was picked -> what this device works on."""
+        """Runs the collectives that bring the picked slices to their owners."""
         return x
 
     def orthogonalize(

@@ -19,7 +19,7 @@ class Local(Strategy):
 
     name = "local"
     communicates = False
-    copies_held = 1  # results are written over what they are made of
+    copies_held = 1  # results are written over their operands
 
     def why_impossible(self, leaf: BoundLeaf, newton_schulz: NewtonSchulz | None) -> str | None:
         return "the matrix is sharded" if leaf.shard_axes else None
