@@ -1,6 +1,5 @@
 """`muon`: the whole optimizer, composed of optax's pieces and ours."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -11,7 +10,6 @@ from jax.core import Tracer
 
 from muon_optax._internal.checks import (
     check_choice,
-    check_decay,
     check_flag,
     check_mask,
     check_number,
@@ -25,6 +23,7 @@ from muon_optax.sharding.options import ShardingOptions
 from muon_optax.sharding.placement import keeping_placement
 from muon_optax.sharding.planning.device_models import DeviceModel
 from muon_optax.sharding.runtime.orthogonalizer import OrthogonalizeFunction, make_orthogonalizer
+from muon_optax.transforms.adamw import adamw_step
 from muon_optax.transforms.direction import Direction
 from muon_optax.transforms.momentum import Momentum, MomentumForm
 from muon_optax.transforms.namo import Namo, namo_stage
@@ -32,18 +31,15 @@ from muon_optax.transforms.shape_scale import Scale, resolve_scaling, shape_scal
 from muon_optax.transforms.stage import (
     Stage,
     as_stage,
-    bound_transformation,
     in_order,
     slot_stage,
     stage_in_float32,
 )
-from muon_optax.transforms.traced_once import traced_once
 from muon_optax.transforms.weight_decay import (
     add_cautious_weight_decay,
     decayed_weights,
     may_decay,
 )
-from muon_optax.transforms.wrappers import in_float32, sharded_like_parameters, widened
 
 __all__ = ["WeightDecayKind", "muon"]
 
@@ -187,26 +183,13 @@ def muon(
       >>> kernel.shape, round(float(jnp.linalg.norm(kernel, 2)), 4)
       ((4, 16), 0.0295)
     """
-    if adam_learning_rate is None:
-        adam_learning_rate = learning_rate
-    schedulable = {
-        "learning_rate": learning_rate,
-        "weight_decay": weight_decay,
-        "adam_learning_rate": adam_learning_rate,
-        "adam_weight_decay": adam_weight_decay,
-    }
-    for name, value in schedulable.items():
-        check_number(name, value, schedule=True)
-    for name, value in {"adam_b1": adam_b1, "adam_b2": adam_b2}.items():
-        check_decay(name, value)
-    for name, value in {"eps": eps, "adam_eps_root": adam_eps_root}.items():
-        check_decay(name, value, below=math.inf)
-    if adam_nesterov is not None:
-        check_flag("adam_nesterov", adam_nesterov)
+    check_number("learning_rate", learning_rate, schedule=True)
+    check_number("weight_decay", weight_decay, schedule=True)
     check_mask("weight_decay_mask", weight_decay_mask)
-    check_mask("adam_weight_decay_mask", adam_weight_decay_mask)
     check_flag("sign", sign)
     check_choice("weight_decay_kind", weight_decay_kind, get_args(WeightDecayKind))
+    if adam_nesterov is not None:
+        check_flag("adam_nesterov", adam_nesterov)
 
     config = MuonConfig(
         Direction(
@@ -249,9 +232,10 @@ def muon(
         "last": slot_stage(last),
     }
     of_muon = _muon_step(stages, kind)
-    of_adam = _adamw_step(
-        adam_learning_rate,
-        decayed_weights(adam_weight_decay, adam_weight_decay_mask),
+    of_adam = adamw_step(
+        learning_rate if adam_learning_rate is None else adam_learning_rate,
+        adam_weight_decay,
+        adam_weight_decay_mask,
         mu_dtype,
         b1=adam_b1,
         b2=adam_b2,
@@ -314,34 +298,3 @@ def _check_no_decay(weight_decay: ScalarOrSchedule) -> None:
             "step takes the place of Muon's weight decay and learning rate; leave out "
             f"weight_decay={weight_decay!r}"
         )
-
-
-def _adamw_step(
-    learning_rate: ScalarOrSchedule,
-    decay: optax.GradientTransformation,
-    mu_dtype: Any,
-    **options: Any,
-) -> optax.GradientTransformation:
-    """Optax's AdamW, with moments sharded like the parameters, and complex where those are.
-
-    It forms them in float32 at least: optax would multiply half-precision ones by decay rates of
-    that dtype, and bfloat16 rounds 0.999 to 1.
-    """
-
-    def chain(dtype: Any) -> optax.GradientTransformation:
-        stages = {
-            "moments": as_stage(traced_once(optax.scale_by_adam(mu_dtype=dtype, **options))),
-            "weight_decay": as_stage(decay),
-            "learning_rate": as_stage(optax.scale_by_learning_rate(learning_rate)),
-        }
-        return bound_transformation(in_order(stages, tuple(stages)), [])
-
-    # Only init knows the dtype, which `in_float32` then keeps: optax would cast a complex moment.
-    init, update = sharded_like_parameters(chain(mu_dtype)).init, chain(None).update
-
-    def update_wide(updates, state, params=None):
-        # optax raises a Python float to an int32 count, which strict promotion would refuse.
-        with jax.numpy_dtype_promotion("standard"):
-            return update(updates, widened(state), params)
-
-    return in_float32(optax.GradientTransformation(init, update_wide))
