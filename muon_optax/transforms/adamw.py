@@ -52,8 +52,8 @@ def adamw_step(
     Example:
       >>> import jax.numpy as jnp
       >>> tx = adamw_step(0.1, 0, None, None, b1=0.9, b2=0.99, eps=0, eps_root=0, nesterov=False)
-      >>> tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))[0].round(4).tolist()
-      [-0.1, -0.1]
+      >>> print(tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))[0].round(3))
+      [-0.1 -0.1]
     """
     check_number("adam_learning_rate", learning_rate, schedule=True)
     check_number("adam_weight_decay", weight_decay, schedule=True)
