@@ -266,6 +266,28 @@ def test_the_same_on_meshes(kind):
         np.testing.assert_allclose(params[name] + updates[name], want[name], rtol=1e-5, atol=1e-6)
 
 
+def test_data_parallel_devices_clip_by_the_largest_logit_of_all():
+    """In a shard_map each has the logits of its part of the batch; `pmax` is the user's."""
+    params = {"q": normal(0, WIDTH, HEADS, DIMS), "k": normal(1, WIDTH, HEADS, DIMS)}
+    inputs = normal(2, 8, 5, WIDTH)
+    tx = qk_clip(TAU, heads={"": MHA}, param_shardings=P())
+
+    def largest(p: Any, x: Any) -> Any:
+        q, k = (jnp.einsum("btd,dhk->bhtk", x, p[name]) for name in "qk")
+        return jnp.max(jnp.einsum("bhtk,bhsk->bhts", q, k), (0, 2, 3))
+
+    def step(p: Any, x: Any) -> Any:
+        logits = {"": jax.lax.pmax(largest(p, x), "data")}
+        return tx.update(jax.tree.map(jnp.zeros_like, p), tx.init(p), p, max_logits=logits)[0]
+
+    mesh = sharded.make_mesh({"data": 8}, "auto")
+    step = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    got = optax.apply_updates(params, sharded.jit(step)(params, inputs))
+    want = clip_qk(params, {"": largest(params, inputs)}, TAU, heads={"": MHA})
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+    assert np.any(want["q"] != params["q"])
+
+
 def test_bfloat16_weights_are_rounded_once():
     params = {
         name: jnp.asarray(normal(i, WIDTH, HEADS, DIMS), "bfloat16") for i, name in enumerate("qk")
