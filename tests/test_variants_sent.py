@@ -13,7 +13,14 @@ from test_pieces import compiled
 from test_variants_in_muon import VARIANTS, in_muon
 
 from benchmarks.compiled import Program, read_program
-from muon_optax import MatrixView, floor_update, radial_brake
+from muon_optax import (
+    MatrixView,
+    floor_update,
+    hyperball,
+    radial_brake,
+    scale_by_entry,
+    scale_by_neuron,
+)
 
 # Three buckets, one of them of two leaves; the blocks of `qkv` are matrices of their own.
 SHAPES = {"x": (16, 32), "y": (16, 32), "z": (32, 16), "qkv": (16, 48)}
@@ -71,11 +78,19 @@ def test_nothing_is_sent_where_leaves_are_replicated(name):
     assert read_program(compiled(tx, SHAPES, where, "auto")).counts == {}
 
 
-@pytest.mark.parametrize("leaves", [3, 6])
-def test_two_pieces_with_sums_take_one_all_reduce_more_than_leaves(leaves):
-    """XLA merges a leaf's second with the next leaf's first, whose rest it then can't merge."""
-    shapes = {f"w{i}": (16, 16) for i in range(leaves)}
-    where = {k: jax.NamedSharding(mesh_of("explicit"), P("a", "b")) for k in shapes}
-    chain = optax.chain(floor_update(param_shardings=where), radial_brake(param_shardings=where))
-    counts = read_program(compiled(chain, shapes, where, "explicit")).counts
-    assert counts == {"all-reduce": leaves + 1}
+CHAINS: dict[str, Any] = {
+    "floor and brake": lambda **o: (floor_update(**o), radial_brake(**o)),
+    "neurons and hyperball": lambda **o: (scale_by_neuron(**o), hyperball(0.1, **o)),
+    "entries and floor": lambda **o: (scale_by_entry(**o), floor_update(**o)),
+    "two brakes": lambda **o: (radial_brake(form="component", **o), radial_brake(**o)),
+}
+
+
+@pytest.mark.parametrize("kind", ["explicit", "manual"])
+@pytest.mark.parametrize("name", CHAINS)
+def test_two_pieces_take_an_all_reduce_each_whatever_the_leaves(name, kind):
+    """XLA would merge a leaf's second with the next leaf's first: 7 for 6 leaves."""
+    shapes = {f"w{i}": (16, 16 * i) for i in range(1, 7)}
+    where = {k: jax.NamedSharding(mesh_of(kind), P(("a", "b"))) for k in shapes}
+    chain = optax.chain(*CHAINS[name](param_shardings=where))
+    assert read_program(compiled(chain, shapes, where, kind)).counts == {"all-reduce": 2}
