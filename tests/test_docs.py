@@ -25,7 +25,16 @@ from running import first_update
 from shown import plan, report
 
 import muon_optax
-from muon_optax import MatrixView, MuonDimensionNumbers, interop, muon, recipes, scale_by_muon
+from muon_optax import (
+    Attention,
+    HeadWeight,
+    MatrixView,
+    MuonDimensionNumbers,
+    interop,
+    muon,
+    recipes,
+    scale_by_muon,
+)
 from muon_optax.inspect.tables import quantity
 from muon_optax.orthogonalization import SCHEDULES
 from muon_optax.transforms.shape_scale import Scale
@@ -88,8 +97,9 @@ def rows_of(name: str, header: str) -> list[list[str]]:
 
 
 def evaluated(cell: str, *modules: Any) -> Any:
-    """What a cell's code gives, with the names of some modules."""
+    """What a cell's code gives, with the names of some modules, optax and the heads of a model."""
     names = {name: thing for module in modules for name, thing in vars(module).items()}
+    names |= {"optax": optax, "heads": HEADS}
     return eval(cell.strip("`"), names)
 
 
@@ -179,6 +189,8 @@ TREE = {
     for i, (name, shape) in enumerate(SHAPES.items())
 }
 HIDDEN = {name: TREE[name] for name in ("up", "bias")}
+HEADS = {"": Attention(4, {"up": HeadWeight("query", 1), "down": HeadWeight("key", 0)})}
+LOGITS = {"": np.array([50.0, 150.0, -1.0, 300.0], "float32")}
 
 
 def test_what_optax_users_write():
@@ -200,18 +212,23 @@ def test_recipes_written_out():
 def program(call: str) -> str:
     """The first update of an optimizer, compiled as far as to be compared."""
     tx = evaluated(call, muon_optax, recipes)
-    return jax.jit(tx.update).lower(TREE, jax.eval_shape(tx.init, TREE), TREE).as_text()
+    state = jax.eval_shape(tx.init, TREE)
+    return jax.jit(tx.update).lower(TREE, state, TREE, max_logits=LOGITS).as_text()
 
 
 def test_the_states_of_the_variants():
     """Of a matrix of 6 inputs and 10 outputs; the first of two where a piece has two."""
     matrix = jax.ShapeDtypeStruct((6, 10), "bfloat16")
-    arguments = {"hyperball": (0.1,), "add_cautious_weight_decay": (0.1,)}
+    arguments: dict[str, Any] = {
+        "hyperball": {"learning_rate": 0.1},
+        "add_cautious_weight_decay": {"weight_decay": 0.1},
+        "qk_clip": {"heads": {}},
+    }
     for cell, _, state, *_ in rows_of("variants.md", "| piece | what it changes"):
         name = cell.strip("`")
         if name == "coupled_decay":  # a schedule
             continue
-        tx = getattr(muon_optax, name)(*arguments.get(name, ()))
+        tx = getattr(muon_optax, name)(**arguments.get(name, {}))
         found = jax.tree.leaves(jax.eval_shape(tx.init, matrix))
         moments = [x for x in found if x.dtype == jnp.float32]
         formula = state.split(",")[0].replace("bytes", "").replace("none", "0")

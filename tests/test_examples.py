@@ -185,6 +185,24 @@ def test_lora_factors_train_by_either_optimizer_on_a_frozen_base():
         assert losses[-1] < losses[0] / 10
 
 
+def test_qk_clip_keeps_logits_below_the_bound():
+    printed = printed_by("qk_clip.py")
+    sections = re.split(r"^with.*:$|^the weights.*:$", printed, flags=re.MULTILINE)
+    rows = [re.findall(r"max logits (.*)", section) for section in sections[1:]]
+    without, clipped, (before, after) = [np.array([r.split() for r in x], float) for x in rows]
+    assert without.shape == clipped.shape == (5, 4)
+    np.testing.assert_array_equal(without[0], clipped[0])  # one start, which is below the bound
+    assert np.all(without[0] < 20)
+    # Every head passes the bound; with the clip by no more than a step adds.
+    assert np.all(without[-1] > 1.5 * 20)
+    assert np.all(clipped < 1.1 * 20)
+    assert np.all(clipped[-1] < 1.01 * 20)
+    assert np.all(before > 1.5 * 20)
+    np.testing.assert_allclose(after, 20, atol=0.01)
+    losses = losses_in(printed)
+    assert losses[9] < losses[5] / 100
+
+
 def both_losses(printed: str, other: str) -> np.ndarray:
     pairs = re.findall(rf"loss (\S+) with {other} (\S+)", printed)
     return np.array(pairs, float).T

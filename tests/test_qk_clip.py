@@ -10,6 +10,7 @@ import pytest
 import sharded
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.compiled import read_program
 from muon_optax import Attention, HeadWeight, MuonDimensionNumbers, clip_qk, muon, qk_clip
 
 HEADS, KEYS, DIMS, WIDTH, ROPE, VALUES = 4, 2, 6, 8, 2, 3
@@ -96,6 +97,98 @@ def test_mla(is_flat):
         np.testing.assert_array_equal(new[name], params[name])
 
 
+def side_by_side(q: Any, k: Any, v: Any) -> Any:
+    """[..., width, all queries, all keys, all values]: GPT-2's kernel."""
+    return np.concatenate([x.reshape(*x.shape[:-2], -1) for x in (q, k, v)], -1)
+
+
+def on_an_axis(q: Any, k: Any, v: Any) -> Any:
+    """[..., width, 3, heads, dims]."""
+    return np.stack([q, k, v], -3)
+
+
+def of_each_head(q: Any, k: Any, v: Any) -> Any:
+    """[..., width, heads, 3 * dims]: query, key and value of a head side by side, as GPT-NeoX."""
+    return np.concatenate([q, k, v], -1)
+
+
+def of_each_group(q: Any, k: Any, v: Any) -> Any:
+    """[..., width, groups * (queries, key, value of one)]: Megatron-Core's linear_qkv."""
+    grouped = [x.reshape(*x.shape[:-2], k.shape[-2], -1) for x in (q, k, v)]
+    return np.concatenate(grouped, -1).reshape(*k.shape[:-2], -1)
+
+
+Q, K = HEADS * DIMS, KEYS * DIMS
+GROUP = HEADS // KEYS * DIMS
+# How the three are fused, the heads of keys, and what the leaf holds.
+FUSED: dict[str, tuple[Any, int, Any]] = {
+    "side by side": (
+        side_by_side,
+        HEADS,
+        [HeadWeight("query", -1, within=(-1, 0, Q)), HeadWeight("key", -1, within=(-1, Q, 2 * Q))],
+    ),
+    "side by side, GQA": (
+        side_by_side,
+        KEYS,
+        [HeadWeight("query", -1, within=(-1, 0, Q)), HeadWeight("key", -1, within=(-1, Q, Q + K))],
+    ),
+    "on an axis": (
+        on_an_axis,
+        HEADS,
+        [HeadWeight("key", -2, within=(-3, 1, 2)), HeadWeight("query", -2, within=(-3, 0, 1))],
+    ),
+    "of each head": (
+        of_each_head,
+        HEADS,
+        HeadWeight((("query", DIMS), ("key", DIMS), ("none", DIMS)), -2, -1),
+    ),
+    "of each group": (
+        of_each_group,
+        KEYS,
+        HeadWeight((("query", GROUP), ("key", DIMS), ("none", DIMS)), -1),
+    ),
+}
+
+
+@pytest.mark.parametrize("layers", [(), (2,)])
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_kernels(name, layers):
+    """As their three parts apart, also with layers stacked; the values stay as they are."""
+    fuse, keys, holds = FUSED[name]
+    logits = np.array([[20.0, 1.0, 2.0, 7.0], [1.0, 30.0, -2.0, 3.0]])[: 2 if layers else 1]
+    logits = logits.reshape(*layers, HEADS)
+    counts = {"q": HEADS, "k": keys, "v": keys}
+    apart = {x: normal(i, *layers, WIDTH, n, DIMS) for i, (x, n) in enumerate(counts.items())}
+    weights = {"q": HeadWeight("query", -2), "k": HeadWeight("key", -2)}
+    new = clip_qk(apart, {"": logits}, TAU, 0.3, heads={"": Attention(HEADS, weights, keys)})
+    want = fuse(**jax.tree.map(np.asarray, new))
+    params, attention = {"qkv": fuse(**apart)}, Attention(HEADS, {"qkv": holds}, keys)
+    got = clip_qk(params, {"": logits}, TAU, 0.3, heads={"": attention})
+    np.testing.assert_allclose(got["qkv"], want, rtol=1e-6)
+    assert np.mean(got["qkv"] != params["qkv"]) > 0.2
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto", "manual"])
+@pytest.mark.parametrize("name", ["side by side, GQA", "on an axis"])
+def test_fused_kernels_on_meshes(name, kind):
+    """Where a device has queries and keys in its block, or a part of the dims of all."""
+    fuse, keys, holds = FUSED[name]
+    mesh = sharded.make_mesh({"a": 2, "b": 2}, "auto" if kind == "manual" else kind)
+    shapes = [(WIDTH, n, DIMS) for n in (HEADS, keys, keys)]
+    params = {"qkv": fuse(*[normal(i, *shape) for i, shape in enumerate(shapes)])}
+    spec = {"qkv": P("a", "b") if params["qkv"].ndim == 2 else P("a", None, None, "b")}
+    where = {"qkv": jax.NamedSharding(mesh, spec["qkv"])}
+    heads = {"": Attention(HEADS, {"qkv": holds}, keys)}
+    want = clip_qk(params, {"": LOGITS}, TAU, heads=heads)
+    clip = lambda p, s: clip_qk(p, {"": s}, TAU, heads=heads, param_shardings=where)  # noqa: E731
+    if kind == "manual":
+        clip = jax.shard_map(clip, mesh=mesh, in_specs=(spec, P()), out_specs=spec)
+    logits = jax.device_put(LOGITS.astype("float32"), jax.NamedSharding(mesh, P()))
+    got = sharded.jit(clip)(jax.device_put(params, where), logits)
+    sharded.assert_sharded(got["qkv"], where["qkv"])
+    np.testing.assert_allclose(got["qkv"], want["qkv"], rtol=1e-6)
+
+
 def test_a_stack_of_layers_and_layers_by_path():
     """As `nn.scan` has them, (layers, width, heads, dims); and one leaf a layer."""
     logits = np.array([[20.0, 1.0, 2.0, 7.0], [1.0, 30.0, 2.0, 3.0]])
@@ -147,7 +240,10 @@ def test_the_transformation_leads_to_the_clipped_weights():
 
 @pytest.mark.parametrize("kind", ["explicit", "auto", "manual"])
 def test_the_same_on_meshes(kind):
-    """Heads and width sharded, heads side by side or on an axis of their own, layers stacked."""
+    """Heads and width sharded, heads side by side or on an axis of their own, layers stacked.
+
+    Nothing is sent: each device makes the factors of its block from all heads' logits.
+    """
     mesh = sharded.make_mesh({"a": 2, "b": 2}, "auto" if kind == "manual" else kind)
     params = {"q": normal(0, 2, WIDTH, HEADS, DIMS), "k": normal(1, 2, WIDTH, KEYS * DIMS)}
     specs = {"q": P(None, "a", "b", None), "k": P(None, "a", "b")}
@@ -167,11 +263,35 @@ def test_the_same_on_meshes(kind):
         clip = jax.shard_map(clip, mesh=mesh, in_specs=(specs, specs, P()), out_specs=(specs,) * 2)
     replicated = jax.device_put(logits, jax.NamedSharding(mesh, P()))
     placed = jax.device_put((params, zeros), (where, where))
-    new, updates = sharded.jit(clip)(*placed, replicated)
+    step = sharded.jit(clip).lower(*placed, replicated).compile()
+    assert read_program(step).counts == {}
+    new, updates = step(*placed, replicated)
     for name in params:
         sharded.assert_sharded(new[name], where[name])
         np.testing.assert_allclose(new[name], want[name], rtol=1e-6)
         np.testing.assert_allclose(params[name] + updates[name], want[name], rtol=1e-5, atol=1e-6)
+
+
+def test_data_parallel_devices_clip_by_the_largest_logit_of_all():
+    """In a shard_map each has the logits of its part of the batch; `pmax` is the user's."""
+    params = {"q": normal(0, WIDTH, HEADS, DIMS), "k": normal(1, WIDTH, HEADS, DIMS)}
+    inputs = normal(2, 8, 5, WIDTH)
+    tx = qk_clip(TAU, heads={"": MHA}, param_shardings=P())
+
+    def largest(p: Any, x: Any) -> Any:
+        q, k = (jnp.einsum("btd,dhk->bhtk", x, p[name]) for name in "qk")
+        return jnp.max(jnp.einsum("bhtk,bhsk->bhts", q, k), (0, 2, 3))
+
+    def step(p: Any, x: Any) -> Any:
+        logits = {"": jax.lax.pmax(largest(p, x), "data")}
+        return tx.update(jax.tree.map(jnp.zeros_like, p), tx.init(p), p, max_logits=logits)[0]
+
+    mesh = sharded.make_mesh({"data": 8}, "auto")
+    step = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    got = optax.apply_updates(params, sharded.jit(step)(params, inputs))
+    want = clip_qk(params, {"": largest(params, inputs)}, TAU, heads={"": MHA})
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+    assert np.any(want["q"] != params["q"])
 
 
 def test_bfloat16_weights_are_rounded_once():
@@ -192,8 +312,18 @@ def test_heads_that_are_not_there_are_listed():
         clip_qk(params, {"a": LOGITS}, heads={"a": flat, "b": MHA})
     lines = [line.split(": ")[:2] for line in str(error.value).splitlines()[1:]]
     assert [name.strip() for name, _ in lines] == ["a/q", "a/key", "b/q", "b/k"]
+    key = HeadWeight("key", 1)
+    beyond, short = (
+        Attention(HEADS, {"k": HeadWeight("key", 1, within=within)})
+        for within in ((1, 2, 6), (1, 0, 3))
+    )
+    twice = {"a": Attention(HEADS, {"k": key}), "": Attention(HEADS, {"a/k": key})}
+    with pytest.raises(ValueError, match="a/k: two attentions name it"):
+        clip_qk(params, dict.fromkeys(twice, LOGITS), heads=twice)
     for logits, heads in (
         (LOGITS, parts),
+        (LOGITS, beyond),
+        (LOGITS, short),
         (LOGITS[:3], flat),
         (np.ones((WIDTH + 1, HEADS)), flat),
     ):
@@ -207,8 +337,14 @@ def test_options_out_of_range():
             clip_qk({}, {}, heads={}, **options)
     with pytest.raises(ValueError, match="role must be one of"):
         HeadWeight("value", 0)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="of queries or of keys"):
-        HeadWeight((("key", 2), ("query", 2)), 0)
+    for within in ((0, 3, 3), (0, -2, 3)):
+        with pytest.raises(ValueError, match=r"within must be \(axis, start, stop\)"):
+            HeadWeight("key", 0, within=within)
+    parts = {w: HeadWeight("key", 0, within=w) for w in ((0, 0, 4), (0, 3, 6), (1, 4, 6))}
+    first, overlapping, other_axis = parts.values()
+    for pair in ((first, overlapping), (first, other_axis), (first, HeadWeight("key", 0))):
+        with pytest.raises(ValueError, match=r"must each be within other entries.*\n  qkv: "):
+            Attention(4, {"qkv": pair})
     with pytest.raises(ValueError, match="4 heads can't share 3"):
         Attention(4, {}, 3)
     tx, params = qk_clip(heads={}), {"w": jnp.ones(2)}

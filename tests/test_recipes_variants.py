@@ -11,10 +11,11 @@ import optax
 import pytest
 import variants_oracle as oracle
 from oracle import newton_schulz, relative_error
-from running import run
+from running import apply_updates, run
 from test_recipes import (
     POLAR_102,
     QUINTIC,
+    SYSTEMS,
     System,
     original,
     spectral,
@@ -25,7 +26,7 @@ from test_recipes import (
     worst,
 )
 
-from muon_optax import recipes
+from muon_optax import Attention, HeadWeight, momentum, recipes, report
 
 SIZES = {"up": (6, 10), "down": (10, 6)}
 
@@ -219,6 +220,59 @@ def test_fused_blocks_of_dion_have_moments_and_norms_of_their_own():
         one = {name: parts[name]}
         want = run(alone, one, [one, one], jit=True)[0][-1][name]
         np.testing.assert_allclose(got[:, a:b], want, rtol=1e-5, atol=1e-7)
+
+
+QK_SIZES = {"q": (6, 10), "k": (6, 10), "v": (6, 10)}
+QK_HEADS = {
+    "": Attention(5, {"q/kernel": HeadWeight("query", 1), "k/kernel": HeadWeight("key", 1)})
+}
+
+
+def clipped_moonlight(
+    params: Any, grads: list[Any], logits: np.ndarray, tau: float, alpha: float
+) -> list[Any]:
+    """The kernels [in, out] after each step of Moonlight's Muon and of QK-clip, in float64."""
+    system = dataclasses.replace(SYSTEMS["moonlight"], learning_rate=2e-4)
+    p = {name: np.asarray(params[name]["kernel"], np.float64).T for name in QK_SIZES}
+    buffers, seen = {name: np.zeros_like(x) for name, x in p.items()}, []
+    for grad, of_heads in zip(grads, logits, strict=True):
+        g = [min(1.0, tau / s) if s > 0 else 1.0 for s in of_heads]
+        g_of_rows = np.repeat(g, 2)[:, None]  # heads of two dims, side by side
+        powers = {"q": alpha, "k": 1 - alpha, "v": 0.0}
+        for name, x in p.items():
+            gradient = np.asarray(grad[name]["kernel"], np.float64).T
+            moved = system.muon(x, gradient, buffers[name], 0.95)
+            p[name] = moved * g_of_rows ** powers[name]
+        seen.append({name: x.T for name, x in p.items()})
+    return seen
+
+
+@pytest.mark.parametrize(("tau", "alpha"), [(100.0, 0.5), (5.0, 0.3)])
+def test_muonclip_is_moonlight_and_then_the_clip(tau, alpha):
+    """Over ten steps, with logits of both signs on both sides of the bound."""
+    params, grads = weights(0, sizes=QK_SIZES), weights(1, 10, QK_SIZES)
+    logits = 1.2 * tau * np.random.default_rng(2).normal(size=(10, 5))
+    assert {-1, 0, 1} == {int(np.sign(s) * (abs(s) > tau)) for s in logits.flat}
+    given = {} if (tau, alpha) == (100.0, 0.5) else {"tau": tau, "alpha": alpha}
+    tx: Any = recipes.muonclip(heads=QK_HEADS, ns_dtype=None, **given)
+    state, update = tx.init(params), jax.jit(tx.update)
+    want = clipped_moonlight(params, grads, logits, tau, alpha)
+    for t, grad in enumerate(grads):
+        updates, state = update(grad, state, params, max_logits={"": logits[t]})
+        params = apply_updates(params, updates)
+        for name, x in want[t].items():
+            assert relative_error(params[name]["kernel"], x) < 1e-5, f"{name}, step {t}"
+
+
+def test_muonclip_is_muon_to_who_asks():
+    """It takes any argument of `muon` and schedules, and shows what runs as `muon` does."""
+    params, rate = weights(0, sizes=QK_SIZES), optax.linear_schedule(0.1, 0.2, 2)
+    tx: Any = recipes.muonclip(rate, heads=QK_HEADS, mu_dtype="bfloat16", ns_coeffs="tight")
+    state = tx.init(params)
+    assert momentum(state)["q"]["kernel"].dtype == jnp.bfloat16
+    assert {row.optimizer for row in report(tx, params).rows} == {"muon", "adam"}
+    with pytest.raises(ValueError, match="needs the parameters and the largest logits"):
+        tx.update(params, state, params)
 
 
 def test_an_unknown_method_is_named():

@@ -313,3 +313,46 @@ def test_zero_weights_under_muonh_are_listed():
     }
     with pytest.raises(ValueError, match=r"would stay zero under hyperball.*\n  stack: "):
         in_muon(step=hyperball(0.1), scale="none").init(params)
+
+
+def adamh(rate: float, **options: Any) -> Any:
+    return optax.chain(optax.scale_by_adam(0.9, 0.95), hyperball(rate, **options))
+
+
+@pytest.mark.parametrize("kind", ["one", "explicit", "auto"])
+def test_adamh_for_a_named_leaf_beside_muon(kind):
+    """The head is on its sphere, as the formula says in float64; the others are as ever."""
+    shapes, specs = SHAPES | {"lm_head": (8, 12)}, SPECS | {"lm_head": P("a", "b")}
+    mesh = meshes.mesh_of(kind)
+    where: Any = mesh and {k: jax.NamedSharding(mesh, spec) for k, spec in specs.items()}
+    views = MATRICES | {"lm_head": None}
+    muons = in_muon(param_shardings=where, muon_weight_dimension_numbers=views)
+    groups: Any = {"muon": muons, "adamh": adamh(0.05, param_shardings=where)}
+    label = lambda path, _: "adamh" if path[-1].key == "lm_head" else "muon"  # noqa: E731
+    tx: Any = optax.partition(groups, lambda tree: jax.tree.map_with_path(label, tree))
+    params: Any = meshes.arrays(0, shapes)
+    grads = [meshes.arrays(t, shapes) for t in range(1, 11)]
+    alone, _, _ = run(in_muon(muon_weight_dimension_numbers=views), params, grads, jit=True)
+    w, m, v = params["lm_head"].astype(np.float64), 0.0, 0.0
+    ball, place = oracle.Hyperball(lambda _: 0.05), lambda x: jax.device_put(x, where)
+    params = place(params)
+    shardings = where and state_shardings(tx, params, where)
+    state, update = sharded.jit(tx.init, out_shardings=shardings)(params), sharded.jit(tx.update)
+    for t, grad in enumerate(grads, start=1):
+        updates, state = update(place(grad), state, params)
+        if where:
+            meshes.check_shardings(state, shardings)
+        for k in SHAPES:
+            assert reference.relative_error(updates[k], alone[t - 1][k]) <= 1e-5
+        params = optax.apply_updates(params, updates)
+        g = grad["lm_head"].astype(np.float64)
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g**2
+        u = m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.95**t)) + 1e-8)
+        w = w + ball.update(u, w)
+        assert reference.relative_error(params["lm_head"], w) <= 1e-5
+
+
+def test_adamh_is_not_for_vectors():
+    params = {"lm_head": jnp.ones((2, 3)), "bias": jnp.ones(3)}
+    with pytest.raises(ValueError, match=r"can't take these leaves.*:\n  bias: a matrix needs two"):
+        adamh(0.1).init(params)

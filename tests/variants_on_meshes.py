@@ -16,6 +16,8 @@ from muon_optax import MatrixView, MuonDimensionNumbers, state_shardings
 
 # The kind of the axes outside of a shard_map, if there is one.
 KINDS = {"explicit": "explicit", "auto": "auto", "manual": "auto"}
+# Data parallelism: all leaves are replicated over an axis of data.
+DDP = {f"ddp, {kind}": kind for kind in KINDS}
 AXES = {"a": 2, "b": 4}
 # Shape, spec and view of leaves. Where only one axis shards a leaf, the other has replicas (HSDP).
 LEAVES = {
@@ -38,6 +40,7 @@ VIEWS: dict[str, Any] = {name: view for name, (_, _, view) in LEAVES.items()}
 # second add is how they are sharded.
 ON_ONE_DEVICE = {"merged", "grouped", "heads"}
 ON_MESHES = {"both", "experts", "replicated", "rows"}
+ON_DDP = {"qkv", "stack"}
 
 Tree = dict[str, Any]
 Make = Callable[..., optax.GradientTransformation]
@@ -45,6 +48,8 @@ Make = Callable[..., optax.GradientTransformation]
 
 def shapes_on(kind: str) -> dict[str, tuple[int, ...]]:
     """The leaves of one device, or of meshes."""
+    if kind in DDP:
+        return {name: SHAPES[name] for name in ON_DDP}
     others = ON_MESHES if kind == "one" else ON_ONE_DEVICE
     return {name: shape for name, shape in SHAPES.items() if name not in others}
 
@@ -65,6 +70,8 @@ def arrays(seed: int, shapes: Any, scale: float = 1.0) -> dict[str, np.ndarray]:
 
 def mesh_of(kind: str) -> Any:
     """The mesh; None on one device."""
+    if kind in DDP:
+        return sharded.make_mesh({"data": 8}, KINDS[DDP[kind]])
     return None if kind == "one" else sharded.make_mesh(AXES, KINDS[kind])
 
 
@@ -120,12 +127,12 @@ def run(case: Case, kind: str) -> tuple[list[Tree], Tree]:
     """All updates and the last weights of the library."""
     weights: Tree = arrays(1, shapes_on(kind))
     mesh = mesh_of(kind)
-    specs: Any = {name: LEAVES[name][1] for name in weights}
+    specs: Any = {name: P() if kind in DDP else LEAVES[name][1] for name in weights}
     where = mesh and {name: jax.NamedSharding(mesh, spec) for name, spec in specs.items()}
     tx = case.make({name: VIEWS[name] for name in weights}, where)
     shardings = where and state_shardings(tx, weights, where)
     init, update = tx.init, tx.update
-    if kind == "manual":
+    if kind in ("manual", "ddp, manual"):
         of_state = jax.tree.map(lambda s: s.spec, shardings)
         init = jax.shard_map(init, mesh=mesh, in_specs=(specs,), out_specs=of_state)
         ins = (specs, of_state, specs)

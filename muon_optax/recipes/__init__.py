@@ -27,6 +27,7 @@ from muon_optax.recipes.variants import (
     dion_normuon,
     emerging_optimizers,
     modded_nanogpt,
+    muonclip,
     muonh,
     normuon,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "megatron",
     "modded_nanogpt",
     "moonlight",
+    "muonclip",
     "muonh",
     "normuon",
     "optax_muon",

@@ -1,18 +1,20 @@
-"""Recipes of Muon's variants: NorMuon, AdaMuon, NAMO and MuonH, as their sources run them."""
+"""Recipes of Muon's variants as their sources run them: NorMuon, AdaMuon, NAMO, MuonH, MuonClip."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+import jax
 import jax.numpy as jnp
 import optax
 
 from muon_optax._internal.checks import check_choice
 from muon_optax.alias import muon
 from muon_optax.partition.systems import Blocks
-from muon_optax.recipes.systems import Transformation, dion, keller_jordan, megatron
+from muon_optax.recipes.systems import Transformation, dion, keller_jordan, megatron, moonlight
 from muon_optax.transforms.entries import scale_by_entry
 from muon_optax.transforms.namo import Namo
 from muon_optax.transforms.neurons import scale_by_neuron
+from muon_optax.transforms.qk_clip import Attention, qk_clip
 from muon_optax.transforms.spheres import hyperball
 from muon_optax.transforms.weight_decay import add_cautious_weight_decay, coupled_decay
 
@@ -22,6 +24,7 @@ __all__ = [
     "dion_normuon",
     "emerging_optimizers",
     "modded_nanogpt",
+    "muonclip",
     "muonh",
     "normuon",
 ]
@@ -195,6 +198,46 @@ def muonh(
         "eps": 1e-10,
     }
     return _half(adam_learning_rate, settings, options)
+
+
+def muonclip(
+    learning_rate: ScalarOrSchedule = 2e-4,
+    *,
+    heads: Mapping[str, Attention],
+    weight_decay: ScalarOrSchedule = 0.1,
+    tau: jax.typing.ArrayLike = 100.0,
+    alpha: float = 0.5,
+    **options: Any,
+) -> Transformation:
+    """MuonClip of Kimi K2, arXiv 2507.20534, algorithm 1.
+
+    `moonlight` at the learning rate and weight decay of K2's training, and `qk_clip` behind it. Its
+    update takes the largest logit of each head: `tx.update(grads, state, params,
+    max_logits=...)`. The report's listing has no Nesterov momentum, which the code of Moonlight,
+    the same authors' optimizer before it, has: `nesterov=False` follows the listing.
+
+    Args:
+      learning_rate: a number or a schedule.
+      heads: the attentions by their paths, as in `clip_qk`.
+      weight_decay: for all leaves; `adam_weight_decay` sets AdamW's apart.
+      tau: the bound of the logits.
+      alpha: the part of the scaling that queries take, as in `clip_qk`.
+      **options: any argument of `muon`.
+
+    Raises:
+      ValueError, TypeError: as in `clip_qk`.
+
+    Example:
+      >>> from muon_optax import HeadWeight
+      >>> heads = {"": Attention(1, {"q": HeadWeight("query", 1), "k": HeadWeight("key", 1)})}
+      >>> tx, params = muonclip(0.0, heads=heads), {"q": jnp.eye(2), "k": jnp.eye(2)}
+      >>> logits = {"": jnp.array([400.0])}
+      >>> updates, _ = tx.update(params, tx.init(params), params, max_logits=logits)
+      >>> (params["k"] + updates["k"]).tolist()
+      [[0.5, 0.0], [0.0, 0.5]]
+    """
+    clip = qk_clip(tau, alpha, heads=heads, param_shardings=options.get("param_shardings"))
+    return optax.chain(moonlight(learning_rate, weight_decay=weight_decay, **options), clip)
 
 
 def modded_nanogpt(

@@ -10,8 +10,7 @@ import optax
 from muon_optax._internal.checks import check_choice, check_number
 from muon_optax._internal.dtypes import wide_dtype
 from muon_optax.partition import Views
-from muon_optax.sharding.bound_leaf import BoundLeaf
-from muon_optax.transforms.matrix_sums import MatrixSums, products, quotient, squares
+from muon_optax.transforms.matrix_sums import MatrixSums, all_sums, products, quotient, squares
 from muon_optax.transforms.stage import Leaves, MatrixTransformation, Stage
 from muon_optax.transforms.standalone import standalone, weights_of
 
@@ -84,23 +83,26 @@ class _Brake:
         del extra_args
         arrays, treedef = jax.tree.flatten(updates)
         weights = weights_of(params, updates, "radial_brake")
-        rows = zip(leaves, weights, arrays, strict=True)
-        return treedef.unflatten([self._braked(*row) for row in rows]), state
+        rows = [
+            (MatrixSums(leaf), *_widened(w, x))
+            for leaf, w, x in zip(leaves, weights, arrays, strict=True)
+        ]
+        summed = all_sums([(sums, y) for sums, w, x in rows for y in self._summed(w, x)])
+        results = []
+        for i, ((sums, w, x), old) in enumerate(zip(rows, arrays, strict=True)):
+            by = self._by_norm if self.form == "norm" else self._by_component
+            of_weights, of_step = by(*summed[3 * i : 3 * i + 3])
+            new = sums.spread(of_weights) * w + sums.spread(of_step) * x
+            results.append(new.astype(old.dtype))
+        return treedef.unflatten(results), state
 
-    def _braked(self, leaf: BoundLeaf, weights: jax.Array, step: jax.Array) -> jax.Array:
-        dtype = wide_dtype(weights.dtype, step.dtype)
-        weights, wide, sums = weights.astype(dtype), step.astype(dtype), MatrixSums(leaf)
-        of_weights = sums.of(squares(weights))
+    def _summed(self, weights: jax.Array, step: jax.Array) -> tuple[jax.Array, ...]:
+        """The entries whose sums are needed of each matrix."""
         if self.form == "norm":
-            of_new = sums.of(squares(weights + wide))
             # |W + u|^2 - |W|^2, without the cancellation of the difference.
-            grown = sums.of(products(wide, 2 * weights + wide))
-            of_weights, of_step = self._by_norm(of_weights, of_new, grown)
-        else:
-            of_both, of_steps = sums.of(products(weights, wide)), sums.of(squares(wide))
-            of_weights, of_step = self._by_component(of_weights, of_both, of_steps)
-        result = sums.spread(of_weights) * weights + sums.spread(of_step) * wide
-        return result.astype(step.dtype)
+            grown = products(step, 2 * weights + step)
+            return squares(weights), squares(weights + step), grown
+        return squares(weights), products(weights, step), squares(step)
 
     def _part(self, change: jax.Array) -> jax.Array:
         dtype = change.dtype
@@ -133,6 +135,11 @@ class _Brake:
         norm = jnp.sqrt(wanted**2 + across)
         shrinks = jnp.where(wanted == 0, -1, quotient(-across, norm * (norm + wanted)))
         return shrinks * (1 + added) + added, shrinks + 1
+
+
+def _widened(weights: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    dtype = wide_dtype(weights.dtype, step.dtype)
+    return weights.astype(dtype), step.astype(dtype)
 
 
 def _norm_or_zero(squared: jax.Array) -> jax.Array:

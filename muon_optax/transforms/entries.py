@@ -11,8 +11,7 @@ import optax
 from muon_optax._internal.checks import check_decay, check_number
 from muon_optax._internal.dtypes import wide_dtype
 from muon_optax.partition import Views
-from muon_optax.sharding.bound_leaf import BoundLeaf
-from muon_optax.transforms.matrix_sums import MatrixSums, quotient, squares
+from muon_optax.transforms.matrix_sums import MatrixSums, all_sums, quotient, squares
 from muon_optax.transforms.moments import holds_moments
 from muon_optax.transforms.stage import Leaves, MatrixTransformation, Stage
 from muon_optax.transforms.standalone import (
@@ -110,19 +109,27 @@ class _EntryScaling:
         check_state_type(state, EntryState)
         arrays, treedef = jax.tree.flatten(updates)
         moments = moments_of(state.nu, updates, [x.shape for x in arrays])
-        found = [self._scaled(*row) for row in zip(leaves, arrays, moments, strict=True)]
+        found = [self._scaled(*row) for row in zip(arrays, moments, strict=True)]
+        results = self._rescaled([x for x, _ in found], leaves)
+        cast = [new.astype(x.dtype) for new, x in zip(results, arrays, strict=True)]
         nu = restored([nu for _, nu in found], updates, state.nu)
-        return treedef.unflatten([x for x, _ in found]), EntryState(nu)
+        return treedef.unflatten(cast), EntryState(nu)
 
-    def _scaled(self, leaf: BoundLeaf, x: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _scaled(self, x: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array]:
         wide, squared = x.astype(wide_dtype(x.dtype)), squares(x)
-        eps = jnp.asarray(self.eps, nu.dtype)
         nu = moving_average(self.beta2, nu, squared)
-        divisor = jnp.sqrt(nu) + eps
-        scaled = jnp.where(divisor == 0, 0, wide / jnp.where(divisor == 0, 1, divisor))
-        if self.rms is not None:
-            sums = MatrixSums(leaf)
-            root = jnp.sqrt(sums.counts.astype(nu.dtype))
-            norm = jnp.sqrt(sums.of(squares(scaled))) + eps
-            scaled = scaled * sums.spread(quotient(jnp.asarray(self.rms, nu.dtype) * root, norm))
-        return scaled.astype(x.dtype), nu
+        divisor = jnp.sqrt(nu) + jnp.asarray(self.eps, nu.dtype)
+        return jnp.where(divisor == 0, 0, wide / jnp.where(divisor == 0, 1, divisor)), nu
+
+    def _rescaled(self, scaled: list[jax.Array], leaves: Leaves) -> list[jax.Array]:
+        """Matrices with the root mean square that is wanted."""
+        if self.rms is None:
+            return scaled
+        found = [MatrixSums(leaf) for leaf in leaves]
+        of_squares = all_sums([(sums, squares(x)) for sums, x in zip(found, scaled, strict=True)])
+        results = []
+        for sums, x, squared in zip(found, scaled, of_squares, strict=True):
+            rms, eps = (jnp.asarray(value, squared.dtype) for value in (self.rms, self.eps))
+            root = jnp.sqrt(sums.counts.astype(squared.dtype))
+            results.append(x * sums.spread(quotient(rms * root, jnp.sqrt(squared) + eps)))
+        return results

@@ -16,7 +16,7 @@ from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.execution import ExecutionOptions
 from muon_optax.sharding.placement import place
 from muon_optax.transforms.direction import scale_by_muon
-from muon_optax.transforms.matrix_sums import MatrixSums, Role, quotient, squares
+from muon_optax.transforms.matrix_sums import MatrixSums, Role, all_sums, quotient, squares
 from muon_optax.transforms.moments import holds_moments
 from muon_optax.transforms.momentum import Momentum, combine
 from muon_optax.transforms.momentum_state import MuonState
@@ -263,15 +263,15 @@ class _Namo:
         like = updates if params is None else restructured_like(params, updates)
         ready = ExecutionOptions().prepare(updates, mu, like, leaves, None)
         weights = self.momentum.weights(count).mix
-        of_mix, of_grads = [], []
+        rows = []
         pairs = zip(jax.tree.leaves(ready.updates), jax.tree.leaves(mu), strict=True)
         for leaf, (grad, buffer) in zip(ready.leaves, pairs, strict=True):
             sums = self.factor.sums(leaf)
-            of_mix.append(sums.of(squares(combine(weights, buffer, grad))))
-            of_grads.append(sums.of(squares(grad)))
+            rows += [(sums, squares(combine(weights, buffer, grad))), (sums, squares(grad))]
+        found = all_sums(rows)
         # Under ZeRO-1 the sums are sharded like the momentum, the state of them like parameters.
         ends = [
             move and move.without(move.axes_of(self.factor.sums(leaf).dims))
             for leaf, move in zip(leaves, ready.moves, strict=True)
         ]
-        return place(of_mix, ends), place(of_grads, ends)
+        return place(found[::2], ends), place(found[1::2], ends)

@@ -1,6 +1,7 @@
 """NorMuon: each neuron's update is divided by the root of its second moment."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -12,7 +13,7 @@ from muon_optax._internal.checks import check_choice, check_decay, check_number
 from muon_optax._internal.dtypes import wide_dtype
 from muon_optax.partition import Views
 from muon_optax.sharding.bound_leaf import BoundLeaf
-from muon_optax.transforms.matrix_sums import MatrixSums, Role, quotient, squares
+from muon_optax.transforms.matrix_sums import MatrixSums, Role, all_sums, quotient, squares
 from muon_optax.transforms.moments import holds_moments
 from muon_optax.transforms.stage import Leaves, MatrixTransformation, Stage
 from muon_optax.transforms.standalone import (
@@ -152,12 +153,13 @@ class _NeuronScaling:
                 for leaf, x in rows
             ]
             moments[role] = moments_of(tree, updates, shapes)
-        results = []
-        for i, (leaf, x) in enumerate(rows):
-            result, new = self._scaled(leaf, x, {role: nu[i] for role, nu in moments.items()})
-            results.append(result)
-            for role, nu in new.items():
-                moments[role][i] = nu
+        factors: list[dict[Role, jax.Array]] = [{} for _ in rows]
+        for (i, role), factor, nu in self._factors(rows, moments):
+            factors[i][role], moments[role][i] = factor, nu
+        results = [
+            (x.astype(wide_dtype(x.dtype)) * self._joined(leaf, of_leaf)).astype(x.dtype)
+            for (leaf, x), of_leaf in zip(rows, factors, strict=True)
+        ]
         nu = restored(moments["output"], updates, state.nu)
         nu_input = restored(moments["reduction"], updates, state.nu_input)
         return treedef.unflatten(results), NeuronState(nu, nu_input)
@@ -171,43 +173,56 @@ class _NeuronScaling:
         }
         return {role: blocks for role, blocks in by_role.items() if any(blocks)}
 
-    def _scaled(
-        self, leaf: BoundLeaf, x: jax.Array, moments: dict[Role, Any]
-    ) -> tuple[jax.Array, dict[Role, jax.Array]]:
-        """The update of one leaf, and its new moments."""
-        wide = x.astype(wide_dtype(x.dtype))
-        squared, roles = squares(wide), self._roles(leaf.view)
-        factors, new = {}, {}
-        for role in roles:
-            factors[role], new[role] = self._factor(leaf, role, squared, moments[role])
-        if len(roles) == 2:  # fused blocks, of which some are longer along the outputs
-            has_output = jnp.asarray(leaf.view.per_block(roles["output"]))
-            has_output = leaf.sharding.block_of(has_output)
-            factor = jnp.where(has_output, factors["output"], factors["reduction"])
-        else:
-            (factor,) = factors.values()
-        return (wide * factor).astype(x.dtype), new
-
-    def _factor(
-        self, leaf: BoundLeaf, role: Role, squared: jax.Array, nu: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """What a leaf is multiplied by, and the new moments along a role."""
-        averaged, rest = _averaged(leaf, role), MatrixSums(leaf, (role,))
-        sums = averaged.of(squared)
-        nu = moving_average(self.beta2, nu, sums / averaged.counts.astype(nu.dtype))
-        eps = jnp.asarray(self.eps, nu.dtype)
-        root = jnp.sqrt(nu) + eps if self.guard == "root" else jnp.sqrt(jnp.maximum(nu, eps))
-        gain = quotient(1, root)
+    def _factors(
+        self, rows: list[tuple[BoundLeaf, jax.Array]], moments: dict[Role, list]
+    ) -> Iterator[tuple[tuple[int, Role], jax.Array, jax.Array]]:
+        """For each leaf and role, what it is multiplied by and its new moments."""
+        keys: list[tuple[int, Role]] = [
+            (i, role) for i, (leaf, _) in enumerate(rows) for role in self._roles(leaf.view)
+        ]
+        averaged = [_averaged(rows[i][0], role) for i, role in keys]
+        of_neurons = all_sums(
+            [(sums, squares(rows[i][1])) for sums, (i, _) in zip(averaged, keys, strict=True)]
+        )
+        new, gains = [], []
+        for (i, role), sums, squared in zip(keys, averaged, of_neurons, strict=True):
+            old = moments[role][i]
+            nu = moving_average(self.beta2, old, squared / sums.counts.astype(old.dtype))
+            eps = jnp.asarray(self.eps, nu.dtype)
+            root = jnp.sqrt(nu) + eps if self.guard == "root" else jnp.sqrt(jnp.maximum(nu, eps))
+            new.append(nu)
+            gains.append(quotient(1, root))
         if self.restore is not None:
-            # The matrix's sum of squares is that of its neurons', which is less to send.
-            after = rest.of(sums * gain**2)
-            wanted = (
-                rest.of(sums)
-                if isinstance(self.restore, str)
-                else self._squares_wanted(leaf, after)
-            )
-            gain = gain * rest.spread(jnp.sqrt(quotient(wanted, after)))
-        return averaged.spread(gain), nu
+            rest = [MatrixSums(rows[i][0], (role,)) for i, role in keys]
+            gains = self._restored(rest, of_neurons, gains)
+        for key, sums, gain, nu in zip(keys, averaged, gains, new, strict=True):
+            yield key, sums.spread(gain), nu
+
+    def _restored(
+        self, rest: list[MatrixSums], of_neurons: list[jax.Array], gains: list[jax.Array]
+    ) -> list[jax.Array]:
+        """Gains that give each matrix the norm that is wanted."""
+        # The matrix's sum of squares is that of its neurons', which is less to send.
+        rows = list(zip(rest, of_neurons, gains, strict=True))
+        after = [(sums, squared * gain**2) for sums, squared, gain in rows]
+        before = [(sums, squared) for sums, squared, _ in rows]
+        is_norm = isinstance(self.restore, str)
+        found = all_sums([*after, *before] if is_norm else after)
+        results = []
+        for i, (sums, _, gain) in enumerate(rows):
+            got = found[i]
+            wanted = found[len(rows) + i] if is_norm else self._squares_wanted(sums.leaf, got)
+            results.append(gain * sums.spread(jnp.sqrt(quotient(wanted, got))))
+        return results
+
+    def _joined(self, leaf: BoundLeaf, factors: dict[Role, jax.Array]) -> jax.Array:
+        """What a leaf is multiplied by, of the factors along each role."""
+        if len(factors) == 1:
+            return next(iter(factors.values()))
+        # Fused blocks, of which some are longer along the outputs.
+        has_output = jnp.asarray(leaf.view.per_block(self._roles(leaf.view)["output"]))
+        has_output = leaf.sharding.block_of(has_output)
+        return jnp.where(has_output, factors["output"], factors["reduction"])
 
     def _squares_wanted(self, leaf: BoundLeaf, like: jax.Array) -> jax.Array:
         rms = jnp.asarray(self.restore, like.dtype)

@@ -6,7 +6,9 @@ over all devices that have a part of it.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -25,7 +27,7 @@ from muon_optax._internal.tree_paths import (
 from muon_optax.sharding.declared import declared_specs
 from muon_optax.sharding.options import ShardingOptions
 from muon_optax.sharding.placement import keeping_placement
-from muon_optax.sharding.specs import LeafSharding, read_shardings
+from muon_optax.sharding.specs import read_shardings
 
 __all__ = ["Attention", "HeadRole", "HeadWeight", "clip_qk", "qk_clip"]
 
@@ -40,10 +42,15 @@ class HeadWeight:
       role: 'query' is scaled by g^alpha and 'key' by g^(1 - alpha). A tuple of (role, size) says it
         of parts of each head's dims, in order, as in MLA: (('query', 128), ('query_rope', 64)) and
         (('key', 128), ('none', 128)), where 'query_rope' is scaled by g, since the rotary key is
-        shared, and 'none', as values are, stays.
+        shared, and 'none', as values are, stays. With parts of queries and of keys, as where a
+        kernel has query, key and value of each head side by side, there are as many as heads of
+        keys: (('query', 4 * 128), ('key', 128), ('none', 128)) with four queries for each key.
       axis: the axis of heads; negative ones count from the end. Its size is the number of heads, or
         that times a head's dims, a head's dims side by side.
       dim_axis: the axis of a head's dims, where they have one of their own and `role` has parts.
+      within: (axis, start, stop), where only these entries of a fused weight are meant: the keys of
+        a [width, 3 * heads * dims] kernel are within (1, heads * dims, 2 * heads * dims), those of
+        [width, 3, heads, dims] within (1, 1, 2). None is the whole weight.
 
     Example:
       >>> HeadWeight((("key", 128), ("none", 128)), axis=-1).is_of_keys
@@ -53,16 +60,17 @@ class HeadWeight:
     role: HeadRole | tuple[tuple[HeadRole, int], ...]
     axis: int
     dim_axis: int | None = None
+    within: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
         for role in self._roles:
             check_choice("role", role, get_args(HeadRole))
-        if self.is_of_keys and {"query", "query_rope"} & set(self._roles):
-            raise ValueError(f"a weight has heads of queries or of keys, got {self.role!r}")
+        if self.within is not None and not 0 <= self.within[1] < self.within[2]:
+            raise ValueError(f"within must be (axis, start, stop), got {self.within!r}")
 
     @property
     def is_of_keys(self) -> bool:
-        """Whether its heads are those of keys and values, of which GQA has fewer."""
+        """Whether it has an entry for each head of keys, of which GQA has fewer."""
         return "key" in self._roles
 
     @property
@@ -84,7 +92,8 @@ class Attention:
     Attributes:
       heads: the number of heads of the queries.
       weights: by their paths below the attention's: 'query/kernel'. What isn't named stays, as
-        values, down projections and the shared rotary key of MLA.
+        values, down projections and the shared rotary key of MLA. A fused weight has several, each
+        `within` entries of its own.
       key_heads: the number of heads of the keys; None is `heads`. Each serves as many heads of the
         queries, side by side.
 
@@ -95,12 +104,31 @@ class Attention:
     """
 
     heads: int
-    weights: Mapping[str, HeadWeight]
+    weights: Mapping[str, HeadWeight | Sequence[HeadWeight]]
     key_heads: int | None = None
 
     def __post_init__(self) -> None:
         if self.heads % (self.key_heads or self.heads):
             raise ValueError(f"{self.heads} heads can't share {self.key_heads} heads of keys")
+        raise_all(
+            [f"{name}: {self.weights[name]}" for name in self.weights if self._overlap(name)],
+            "the parts of a fused weight must each be within other entries of one axis:",
+        )
+
+    def parts(self, name: str) -> tuple[HeadWeight, ...]:
+        """What a weight holds, in one or in several parts."""
+        given = self.weights[name]
+        return (given,) if isinstance(given, HeadWeight) else tuple(given)
+
+    def _overlap(self, name: str) -> bool:
+        """Whether parts of a weight may have entries in common."""
+        parts = self.parts(name)
+        ranges = sorted(part.within for part in parts if part.within is not None)
+        if len(parts) == 1:
+            return False
+        return len(ranges) < len(parts) or any(
+            one[0] != other[0] or one[2] > other[1] for one, other in itertools.pairwise(ranges)
+        )
 
     @property
     def groups(self) -> int:
@@ -238,12 +266,19 @@ def _factors(
     factors: list[jax.Array | None] = [None] * len(paths)
     problems = []
     for at, attention in heads.items():
-        for name, weight in attention.weights.items():
+        for name in attention.weights:
             path = f"{at}/{name}" if at else name
             try:
                 i = _index_of(path, index)
+                if factors[i] is not None:
+                    raise ValueError("two attentions name it")
                 scales = _scales(at, max_logits, attention, tau)
-                factors[i] = _factor(shardings[i], scales[weight.is_of_keys], weight, alpha)
+                whole = math.prod(
+                    _factor(shardings[i].shape, scales[part.is_of_keys], part, alpha)
+                    for part in attention.parts(name)
+                )
+                # Inside a shard_map the leaf is a block.
+                factors[i] = shardings[i].block_of(jnp.asarray(whole))
             except ValueError as error:
                 problems.append(f"{path}: {error}")
     raise_all(problems, "QK-clip can't find the heads:")
@@ -280,17 +315,35 @@ def _scales(
 
 
 def _factor(
-    sharding: LeafSharding, scales: jax.Array, weight: HeadWeight, alpha: float
+    shape: tuple[int, ...], scales: jax.Array, weight: HeadWeight, alpha: float
 ) -> jax.Array:
-    """What a leaf is multiplied by.
+    """What a whole leaf is multiplied by, as an array that broadcasts against it.
 
     Raises:
       ValueError: where the axes don't hold the heads.
     """
-    shape, (*stack, count) = sharding.shape, scales.shape
+    stack = scales.shape[:-1]
+    if shape[: len(stack)] != stack:
+        raise ValueError(f"shape {shape} doesn't begin with the max_logits' dims {stack}")
+    if weight.within is None:
+        return _unsliced_factor(shape, scales, weight, alpha)
+    axis, start, stop = weight.within
+    axis += len(shape) if axis < 0 else 0
+    if not (len(stack) <= axis < len(shape) and stop <= shape[axis]):
+        raise ValueError(f"shape {shape} doesn't have the entries of {weight}")
+    part = (*shape[:axis], stop - start, *shape[axis + 1 :])
+    factor = _unsliced_factor(part, scales, weight, alpha)
+    factor = jnp.repeat(factor, part[axis] // factor.shape[axis], axis)
+    widths = [(start, shape[axis] - stop) if a == axis else (0, 0) for a in range(len(shape))]
+    return jnp.pad(factor, widths, constant_values=1)
+
+
+def _unsliced_factor(
+    shape: tuple[int, ...], scales: jax.Array, weight: HeadWeight, alpha: float
+) -> jax.Array:
+    """`_factor` of the entries that a weight is within."""
+    *stack, count = scales.shape
     problem = f"shape {shape} doesn't hold {count} heads as {weight}"
-    if shape[: len(stack)] != tuple(stack):
-        raise ValueError(f"shape {shape} doesn't begin with the max_logits' dims {tuple(stack)}")
     given = [weight.axis] if weight.dim_axis is None else [weight.axis, weight.dim_axis]
     if not all(-len(shape) <= axis < len(shape) for axis in given):
         raise ValueError(problem)
@@ -306,8 +359,7 @@ def _factor(
     if weight.dim_axis is not None and axes[1] < axes[0]:
         factor = factor.swapaxes(-1, -2)
     kept = {*range(len(stack)), *axes}
-    whole = factor.reshape([n if axis in kept else 1 for axis, n in enumerate(shape)])
-    return sharding.block_of(whole)  # inside a shard_map the leaf is a block
+    return factor.reshape([n if axis in kept else 1 for axis, n in enumerate(shape)])
 
 
 def _scaled(weights: jax.Array, factor: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import optax
 from muon_optax._internal.checks import check_choice, check_number
 from muon_optax._internal.dtypes import wide_dtype
 from muon_optax.partition import Views
-from muon_optax.transforms.matrix_sums import MatrixSums, Role, quotient, squares
+from muon_optax.transforms.matrix_sums import MatrixSums, Role, all_sums, quotient, squares
 from muon_optax.transforms.stage import Leaves, MatrixTransformation, Stage
 from muon_optax.transforms.standalone import standalone, weights_of
 
@@ -116,12 +116,19 @@ def _sized(
         del extra_args
         arrays, treedef = jax.tree.flatten(updates)
         weights = weights_of(params, updates, name)
-        results = []
-        for leaf, w, x in zip(leaves, weights, arrays, strict=True):
-            sums = MatrixSums(leaf, _SUMMED[each])
-            found = factor(sums.of(squares(w)), sums.of(squares(x)))
-            wide = x.astype(wide_dtype(x.dtype))
-            results.append((wide * sums.spread(found)).astype(x.dtype))
+        found = [MatrixSums(leaf, _SUMMED[each]) for leaf in leaves]
+        squared = all_sums(
+            [
+                (sums, squares(x))
+                for tree in (weights, arrays)
+                for sums, x in zip(found, tree, strict=True)
+            ]
+        )
+        pairs = zip(squared[: len(found)], squared[len(found) :], strict=True)
+        results = [
+            (x.astype(wide_dtype(x.dtype)) * sums.spread(factor(*pair))).astype(x.dtype)
+            for sums, x, pair in zip(found, arrays, pairs, strict=True)
+        ]
         return treedef.unflatten(results), state
 
     return standalone(Stage(init, update), views, param_shardings)

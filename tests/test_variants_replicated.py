@@ -1,0 +1,36 @@
+"""Data parallelism: leaves are replicated, and no norm or mean is summed over the replicas."""
+
+import dataclasses
+
+import pytest
+import test_brakes
+import test_decays
+import test_entries
+import test_namo
+import test_neurons
+import test_relative_size
+import test_spheres
+import variants_on_meshes as meshes
+
+CASES: dict[str, meshes.Case] = {
+    "neuron": test_neurons.case("dion"),
+    "neuron, longer side": test_neurons.case("speedrun"),
+    "entry": test_entries.case("authors"),
+    "namo": test_namo.case("namo"),
+    "namo_d": test_namo.case("namo_d"),
+    "hyperball": test_spheres.case("schedule", "initial"),
+    "hyperball, current": test_spheres.case("number", "current"),
+    "floor": test_relative_size.case("matrix"),
+    "floor of rows": test_relative_size.case("output"),
+    "relative": test_relative_size.case("relative"),
+    "brake": test_brakes.case("norm"),
+    "component": test_brakes.case("component"),
+    "pinned": test_brakes.case("pinned"),
+    "cautious": test_decays.case("schedule"),
+}
+
+
+@pytest.mark.parametrize("kind", meshes.DDP)
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_where_all_leaves_are_replicated(name, kind):
+    meshes.check(dataclasses.replace(CASES[name], steps=3), kind)
