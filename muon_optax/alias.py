@@ -25,6 +25,7 @@ from muon_optax.sharding.options import ShardingOptions
 from muon_optax.sharding.placement import keeping_placement
 from muon_optax.sharding.planning.device_models import DeviceModel
 from muon_optax.sharding.runtime.orthogonalizer import OrthogonalizeFunction, make_orthogonalizer
+from muon_optax.transforms.block_periodic import BlockPeriodic
 from muon_optax.transforms.direction import Direction
 from muon_optax.transforms.momentum import Momentum, MomentumForm
 from muon_optax.transforms.namo import Namo, namo_stage
@@ -88,6 +89,7 @@ def muon(
     mu_shardings: Any = None,
     sign: bool = False,
     namo: Namo | None = None,
+    block_periodic: BlockPeriodic | None = None,
     after_orthogonalization: Slot = None,
     step: optax.GradientTransformation | None = None,
     last: Slot = None,
@@ -155,6 +157,8 @@ def muon(
       sign: orthogonalise the signs of the momentum mix, as AdaMuon does.
       namo: multiply each orthogonalised matrix by NAMO's factor, as in `scale_by_namo`; needs
         `bias_correction=False`.
+      block_periodic: orthogonalise blocks of matrices in most steps and whole matrices in every
+        few, as MuonBP does: `BlockPeriodic((4, 1), period=5)`.
       after_orthogonalization: a transformation of Muon's orthogonalised matrices, before they are
         scaled by shape, or a sequence of several: pieces of this package, which then need no
         arguments of their own for views and shardings, such as `scale_by_neuron()`, or any of
@@ -208,6 +212,7 @@ def muon(
     check_flag("sign", sign)
     check_choice("weight_decay_kind", weight_decay_kind, get_args(WeightDecayKind))
 
+    scaling = resolve_scaling(scale, scale_factor, consistent_rms)
     config = MuonConfig(
         Direction(
             Momentum(beta, mu_dtype, nesterov, bias_correction, momentum),
@@ -224,8 +229,10 @@ def muon(
             ns_dtype,
             update_dtype=jnp.float32,
             sign=sign,
+            block_periodic=block_periodic,
+            scaling=scaling,
         ),
-        resolve_scaling(scale, scale_factor, consistent_rms),
+        scaling,
         ShardingOptions(param_shardings, mu_shardings),
         muon_weight_dimension_numbers,
         partition,
