@@ -14,20 +14,11 @@ import sharded
 import variants_on_meshes as meshes
 import variants_oracle as oracle
 from jax.sharding import PartitionSpec as P
-from running import QUICK
 
 from benchmarks.compiled import Counter
 from benchmarks.hlo import parse
-from muon_optax import (
-    BlockPeriodic,
-    MatrixView,
-    MuonDimensionNumbers,
-    muon,
-    plan,
-    scale_by_muon,
-    scale_by_shape,
-    state_shardings,
-)
+from muon_optax import BlockPeriodic, muon, scale_by_muon, scale_by_shape
+from muon_optax import MuonDimensionNumbers as Dims
 
 orthogonalize = functools.partial(reference.newton_schulz, rows=sharded.FAST)
 # Blocks that are whole on the devices of `variants_on_meshes`, where a leaf's blocks can be.
@@ -125,3 +116,109 @@ def test_the_formula(blocks, name, monkeypatch):
 def test_the_same_on_meshes(blocks, kind, monkeypatch):
     monkeypatch.setattr(meshes, "ON_ONE_DEVICE", set())
     meshes.check(case(blocks), kind)
+
+
+def sent(program: Any) -> list[list[str]]:
+    """The collectives outside of the conditional, in block steps and in whole steps."""
+    module = parse(program.as_text())
+    counter = Counter(module)
+    steps = [
+        [collective.kind for collective in counter.count(name).collectives]
+        for computation in module.computations.values()
+        for i in computation
+        if i.opcode == "conditional"
+        for name in i.called  # true is whole, and comes second
+    ]
+    outside = [i.collective for i in module.computations[module.entry] if i.collective]
+    return [outside, *steps]
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+def test_block_steps_send_nothing_where_blocks_are_whole_on_devices(kind):
+    mesh = sharded.make_mesh(meshes.AXES, kind)
+    names = [name for name in meshes.LEAVES if name not in UNEQUAL]
+    where = {name: jax.NamedSharding(mesh, meshes.LEAVES[name][1]) for name in names}
+    tx = case(ALIGNED).make({name: meshes.VIEWS[name] for name in names}, where)
+    shapes = {name: meshes.SHAPES[name] for name in names}
+    outside, of_blocks, whole = sent(sharded.lower(tx, shapes, where, "float32").compile())
+    assert outside == of_blocks == []
+    assert len(whole) >= len(names) - 1  # one is replicated, and too small to be shared
+
+
+# Mesh axes, shapes, shardings of parameters and momentum, and blocks. Most are whole on a device.
+FLAT, PAIR = (16, 24), (8, 4)
+LAYOUTS: dict[str, tuple[dict[str, int], Any, Any, tuple[int, int]]] = {
+    "fsdp rows": ({"f": 4}, P("f"), None, (4, 1)),
+    "fsdp columns": ({"f": 4}, P(None, "f"), None, (1, 4)),
+    "fsdp x tp": ({"f": 2, "t": 4}, P("f", "t"), None, (2, 4)),
+    "fsdp x tp, blocks of tp": ({"f": 2, "t": 4}, P("f", "t"), None, (1, 4)),
+    "hsdp": ({"r": 2, "f": 4}, P("f"), None, (4, 2)),
+    "ddp": ({"r": 8}, P(), None, (2, 2)),
+    "zero-1": ({"r": 4}, P(), P("r"), (4, 1)),
+    "zero-1, columns": ({"r": 4}, P(), P(None, "r"), (2, 1)),
+}
+SHAPES = {"up": (16, 24), "down": (24, 16), "stack": (3, 16, 8), "bias": (16,)}
+VIEWS: Any = {"up": Dims(0, 1), "down": Dims(0, 1), "stack": Dims(1, 2), "bias": None}
+
+
+def in_muon(blocks: Any = (4, 1), **options: Any) -> Any:
+    options = {"muon_weight_dimension_numbers": VIEWS, "ns_coeffs": sharded.FAST} | options
+    periodic = BlockPeriodic(blocks, 3, 0.5)
+    return muon(0.1, weight_decay=0.1, block_periodic=periodic, **options)
+
+
+def shardings(mesh: Any, spec: Any) -> Any:
+    stacked = {"stack": P(None, *spec), "bias": P()}
+    return {name: jax.NamedSharding(mesh, stacked.get(name, spec)) for name in SHAPES}
+
+
+def wanted(blocks: tuple[int, int], steps: int) -> list[Any]:
+    """The updates of matrices, by the oracle."""
+    weights = {k: w.astype(np.float64) for k, w in meshes.arrays(0, SHAPES).items()}
+    scale = SCALES["unit_rms_norm"]
+    make = functools.partial(oracle.BlockPeriodic, orthogonalize, scale, blocks, 3, 0.5)
+    states = {k: [make() for _ in range(3 if k == "stack" else 1)] for k in SHAPES if k != "bias"}
+    updates = []
+    for t in range(steps):
+        grads, new = meshes.arrays(100 + t, SHAPES), {}
+        for k, matrices in states.items():
+            pairs = zip(*(oracle.matrices(VIEWS[k], x[k]) for x in (grads, weights)), strict=True)
+            rows = [
+                -0.1 * (state.update(g, w) + 0.1 * w)
+                for state, (g, w) in zip(matrices, pairs, strict=True)
+            ]
+            new[k] = oracle.joined(VIEWS[k], rows, grads[k])
+            weights[k] = weights[k] + new[k]
+        updates.append(new)
+    return updates
+
+
+PAPER: dict[str, Any] = {
+    "momentum": "sum",
+    "nesterov": False,
+    "bias_correction": False,
+    "scale": "unit_rms_norm",
+}
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_muon_on_layouts(name, kind):
+    axes, spec, of_momentum, blocks = LAYOUTS[name]
+    mesh = sharded.make_mesh(axes, kind)
+    where = shardings(mesh, spec)
+    there = of_momentum and shardings(mesh, of_momentum)
+    tx = in_muon(blocks, param_shardings=where, mu_shardings=there, **PAPER)
+    params: Any = jax.device_put(meshes.arrays(0, SHAPES), where)
+    state, update = sharded.jit(tx.init)(params), sharded.jit(tx.update)
+    for t, want in enumerate(wanted(blocks, 10)):
+        grads = jax.device_put(meshes.arrays(100 + t, SHAPES), where)
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        for k, x in want.items():
+            sharded.assert_sharded(updates[k], where[k])
+            for got, exact in zip(
+                *(oracle.matrices(VIEWS[k], y) for y in (updates[k], x)), strict=True
+            ):
+                assert reference.relative_error(got, exact) <= 1e-5, (k, t)
+    assert update._cache_size() == 1

@@ -9,7 +9,7 @@ steps, and cut there.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -36,6 +36,11 @@ class BlockedLeaf:
 
     whole: BoundLeaf
     leaf: BoundLeaf
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the matrices aren't cut at all."""
+        return self.leaf is self.whole
 
     def split(self, x: jax.Array) -> jax.Array:
         """An array of the leaf as one of its blocks; no element goes to another device."""
@@ -100,12 +105,19 @@ def blocked(leaf: BoundLeaf, counts: Counts) -> BlockedLeaf:
     new = _split_view(view, parts)
     new = dataclasses.replace(new, block_sizes=block_sizes, groups=groups, tiles=tuple(tiles))
     sharding = _split_sharding(leaf.sharding, parts)
-    of_blocks = dataclasses.replace(leaf, view=new, sharding=sharding, result_sharding=None)
-    strategy = "auto" if of_blocks.shard_axes else "local"
-    return BlockedLeaf(leaf, dataclasses.replace(of_blocks, strategy=strategy))
+    if not sharding.axes_of(new.stack_axes):
+        # Replicas would have to send each other what they share.
+        sharding = dataclasses.replace(sharding, free=())
+    return BlockedLeaf(
+        leaf,
+        dataclasses.replace(
+            leaf, view=new, sharding=sharding, strategy="auto", result_sharding=None
+        ),
+    )
 
 
-class _Parts(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Parts:
     """How the merged axes of one side are cut.
 
     Attributes:

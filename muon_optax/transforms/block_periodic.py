@@ -88,12 +88,14 @@ class BlockPeriodic:
                 problems.append(f"{leaf.path} {leaf.shape}, blocks={counts}: {', '.join(bad)}")
         raise_all(problems, "blocks must cut matrices in equal parts, but these leaves' can't be:")
 
-    def blocked(self, leaves: Sequence[BoundLeaf]) -> list[BlockedLeaf] | None:
-        """The leaves of block steps; None where these are as other steps."""
-        counts = [self.counts_of(leaf.segments) for leaf in leaves]
-        if self.period == 1 or all(pair == (1, 1) for pair in counts):
-            return None
-        return [blocked(leaf, pair) for leaf, pair in zip(leaves, counts, strict=True)]
+    def alternates(self, leaves: Sequence[BoundLeaf]) -> bool:
+        """Whether there are block steps, and any of these leaves has blocks in them."""
+        are_cut = (self.counts_of(leaf.segments) != (1, 1) for leaf in leaves)
+        return self.period > 1 and any(are_cut)
+
+    def blocked(self, leaves: Sequence[BoundLeaf]) -> list[BlockedLeaf]:
+        """The leaves as they are in block steps."""
+        return [blocked(leaf, self.counts_of(leaf.segments)) for leaf in leaves]
 
     def factors(self, leaf: BoundLeaf, scaling: Scaling) -> list[float]:
         """What block steps multiply each of a leaf's matrices by, before its own shape's scale.
@@ -142,4 +144,4 @@ def _as_counts(pair: Sequence[int]) -> BlockCounts:
 
 
 def _is_positive(x: Any) -> bool:
-    return isinstance(x, int | np.integer) and not isinstance(x, bool) and x > 0
+    return isinstance(x, int | np.integer) and not isinstance(x, bool) and bool(x > 0)

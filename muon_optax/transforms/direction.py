@@ -225,23 +225,14 @@ class Direction:
             new = cast_like(treedef.unflatten([kept for _, kept in found]), state.mu)
             return results, place(new, [leaf.mu_sharding for leaf in leaves])
 
-        whole = functools.partial(step, None)
-        blocks = self.blocked(ready.leaves)
-        if blocks is None:
+        whole, periodic = functools.partial(step, None), self.block_periodic
+        if periodic is None or not periodic.alternates(leaves):
             results, new = whole(weights, pairs)
         else:
-            of_blocks = functools.partial(step, blocks)
-            results, new = _either(self._is_whole(state), whole, of_blocks, weights, pairs)
+            of_blocks = functools.partial(step, periodic.blocked(ready.leaves))
+            is_whole = state.count % periodic.period == 0  # as the first step is
+            results, new = _either(is_whole, whole, of_blocks, weights, pairs)
         return results, MuonState(count, new)
-
-    def blocked(self, leaves: Sequence[BoundLeaf]) -> list[BlockedLeaf] | None:
-        """The leaves of steps that orthogonalise blocks; None where there are no such steps."""
-        return None if self.block_periodic is None else self.block_periodic.blocked(leaves)
-
-    def _is_whole(self, state: MuonState) -> jax.Array:
-        """Whether the next step is one of whole matrices, as the first is."""
-        assert self.block_periodic is not None
-        return state.count % self.block_periodic.period == 0
 
     def _formed(
         self, ready: Prepared, blocks: list[BlockedLeaf] | None, weights: Any, pairs: Any
