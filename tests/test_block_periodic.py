@@ -14,10 +14,11 @@ import sharded
 import variants_on_meshes as meshes
 import variants_oracle as oracle
 from jax.sharding import PartitionSpec as P
+from running import run
 
 from benchmarks.compiled import Counter
 from benchmarks.hlo import parse
-from muon_optax import BlockPeriodic, muon, scale_by_muon, scale_by_shape
+from muon_optax import BlockPeriodic, MatrixView, muon, plan, scale_by_muon, scale_by_shape
 from muon_optax import MuonDimensionNumbers as Dims
 
 orthogonalize = functools.partial(reference.newton_schulz, rows=sharded.FAST)
@@ -210,8 +211,10 @@ def test_muon_on_layouts(name, kind):
     there = of_momentum and shardings(mesh, of_momentum)
     tx = in_muon(blocks, param_shardings=where, mu_shardings=there, **PAPER)
     params: Any = jax.device_put(meshes.arrays(0, SHAPES), where)
-    state, update = sharded.jit(tx.init)(params), sharded.jit(tx.update)
+    state, update, programs = sharded.jit(tx.init)(params), sharded.jit(tx.update), 0
     for t, want in enumerate(wanted(blocks, 10)):
+        if t == 2:
+            programs = update._cache_size()
         grads = jax.device_put(meshes.arrays(100 + t, SHAPES), where)
         updates, state = update(grads, state, params)
         params = optax.apply_updates(params, updates)
@@ -221,4 +224,150 @@ def test_muon_on_layouts(name, kind):
                 *(oracle.matrices(VIEWS[k], y) for y in (updates[k], x)), strict=True
             ):
                 assert reference.relative_error(got, exact) <= 1e-5, (k, t)
-    assert update._cache_size() == 1
+    assert update._cache_size() == programs  # one serves whole steps and block steps
+
+
+def test_block_steps_send_results_alone_under_zero_1():
+    """The momentum's blocks are whole; what goes to the parameters is what each update sends."""
+    mesh = sharded.make_mesh({"r": 4}, "explicit")
+    where, there = shardings(mesh, P()), shardings(mesh, P("r"))
+    tx = in_muon((4, 1), param_shardings=where, mu_shardings=there, **PAPER)
+    outside, of_blocks, _ = sent(sharded.lower(tx, SHAPES, where, "float32").compile())
+    assert set(of_blocks) | set(outside) == {"all-gather"}
+
+
+def test_every_step_is_whole_with_a_period_of_one():
+    params, grads = meshes.arrays(0, SHAPES), [meshes.arrays(t, SHAPES) for t in (1, 2)]
+    make = functools.partial(muon, 0.1, muon_weight_dimension_numbers=VIEWS)
+    periodic = BlockPeriodic((2, 2), 1)
+    got, state, _ = run(make(block_periodic=periodic), params, grads, jit=True)
+    want, like, _ = run(make(), params, grads, jit=True)
+    jax.tree.map(np.testing.assert_array_equal, (got, state), (want, like))
+
+
+def test_steps_outside_of_jit_are_the_same():
+    params = meshes.arrays(0, SHAPES)
+    grads = [meshes.arrays(t, SHAPES) for t in range(1, 5)]
+    got, _, _ = run(in_muon((2, 2)), params, grads)
+    want, _, _ = run(in_muon((2, 2)), params, grads, jit=True)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-6)
+
+
+def test_zero_gradients_change_nothing():
+    zeros = jax.tree.map(np.zeros_like, meshes.arrays(0, SHAPES))
+    tx = muon(0.1, muon_weight_dimension_numbers=VIEWS, block_periodic=BlockPeriodic((2, 2), 2))
+    for updates in run(tx, zeros, [zeros] * 2, jit=True)[0]:
+        jax.tree.map(np.testing.assert_array_equal, updates, zeros)
+
+
+def test_half_precision_directions_are_scaled_in_float32():
+    """Results are rounded to bfloat16 twice: orthogonalised, and as updates."""
+    grads = {"w": meshes.arrays(1, {"w": (16, 24)})["w"].astype("bfloat16")}
+    tx = muon(
+        0.1,
+        mu_dtype="float32",
+        ns_dtype="bfloat16",
+        nesterov=False,
+        bias_correction=False,
+        scale="match_rms_adamw",
+        orthogonalizer=lambda x: x,
+        block_periodic=BlockPeriodic((4, 1), 2, 0.3),
+    )
+    got = run(tx, grads, [grads] * 2)[0][1]["w"]
+    momentum = 0.05 * 1.95 * np.asarray(grads["w"], np.float64)
+    want = -0.1 * 0.3 * 0.2 * math.sqrt(24) * momentum
+    assert np.max(np.abs(np.asarray(got, np.float64) / want - 1)) < 1.02 * 2**-8
+
+
+def planned(blocks: Any, spec: Any, **options: Any) -> Any:
+    mesh = jax.sharding.AbstractMesh((8,), ("f",))
+    where = jax.NamedSharding(mesh, spec)
+    shapes = {name: jax.ShapeDtypeStruct((64, 256), "float32") for name in ("up", "gate")}
+    periodic = blocks and BlockPeriodic(blocks, 5)
+    tx = muon(0.1, param_shardings=where, block_periodic=periodic, device="h100", **options)
+    return plan(tx, shapes)
+
+
+def test_the_plan_averages_over_the_period():
+    whole, found = planned(None, P("f")), planned((8, 1), P("f"))
+    assert found.bytes == round(whole.bytes / 5) > 0
+    assert [(row.bytes > 0, row.steps, row.period) for row in found.rows] == [
+        (True, 1, 5),
+        (False, 4, 5),
+    ]
+    of_blocks = found.rows[1]
+    assert (of_blocks.matrix, of_blocks.strategy) == ((8, 256), "local")
+    assert found.flops == round((found.rows[0].added_flops + 4 * of_blocks.added_flops) / 5)
+    assert str(found).splitlines()[-1].startswith("on average over 5 updates, a device receives ")
+    assert "; 4 of 5 updates" in str(found)
+    assert found.to_dict()["totals"]["bytes"] == found.bytes
+    assert found.to_dict()["rows"][1]["period"] == 5
+
+
+def test_the_plan_counts_blocks_that_are_on_several_devices():
+    found = planned((4, 1), P("f"))
+    assert found.bytes == planned(None, P("f")).bytes
+    assert "each is cut in 4 x 1 blocks, which aren't whole on a device" in found.rows[1].reason
+
+
+def test_leaves_without_blocks_have_one_row():
+    found = planned([("up", (8, 1))], P("f"))
+    shown = [(row.leaves, row.steps, row.period) for row in found.rows]
+    assert shown == [(("gate", "up"), 1, 5), (("up",), 4, 5), (("gate",), 4, 5)]
+    unshared = planned([("up", (8, 1))], P("f"), strategy=[("up", "gather"), ("*", "all_to_all")])
+    assert (("gate",), 1, 1) in [(row.leaves, row.steps, row.period) for row in unshared.rows]
+
+
+def test_the_plan_of_replicated_leaves_sends_nothing_in_block_steps():
+    assert [row.bytes for row in planned((2, 2), P()).rows if row.steps == 4] == [0]
+
+
+@pytest.mark.parametrize(
+    "blocks", [4, (4,), (4, 0), (2.0, 1), (True, 1), [], [("up", 4)], [(0, (1, 2))], "up", None]
+)
+def test_blocks_are_pairs(blocks):
+    with pytest.raises(TypeError, match="blocks must be a pair of positive integers"):
+        BlockPeriodic(blocks)
+
+
+@pytest.mark.parametrize("period", [0, -1, 2.5, True, None])
+def test_periods_are_positive(period):
+    with pytest.raises(ValueError, match="period must be a positive integer"):
+        BlockPeriodic((2, 2), period)
+
+
+def test_other_options_out_of_range():
+    with pytest.raises(ValueError, match="learning_rate_ratio must be finite"):
+        BlockPeriodic((2, 2), learning_rate_ratio=-1.0)
+    for make in (muon, scale_by_muon):
+        with pytest.raises(TypeError, match="block_periodic must be a BlockPeriodic"):
+            make(0.1 if make is muon else "jordan", block_periodic=(2, 2))
+
+
+def test_leaves_that_blocks_do_not_divide_are_listed():
+    tx = in_muon([("up", (3, 5)), ("stack", (2, 3)), ("down", (8, 8))])
+    with pytest.raises(ValueError, match="blocks must cut matrices in equal parts") as error:
+        tx.init(meshes.arrays(0, SHAPES))
+    assert str(error.value).splitlines()[1:] == [
+        "  stack (3, 16, 8), blocks=(2, 3): fan-out 8 in 3",
+        "  up (16, 24), blocks=(3, 5): fan-in 16 in 3, fan-out 24 in 5",
+    ]
+    with pytest.raises(ValueError, match="blocks must cut matrices"):
+        plan(tx, jax.eval_shape(lambda: meshes.arrays(0, SHAPES)))
+
+
+def test_fused_matrices_are_cut_each():
+    tx = scale_by_muon(
+        weight_dimension_numbers=MatrixView(0, 1, split=(8, 4, 2)),
+        block_periodic=BlockPeriodic((1, 4)),
+    )
+    with pytest.raises(ValueError, match=r"blocks=\(1, 4\): fan-out 2 in 4$"):
+        tx.init({"qkv": np.ones((4, 14))})
+
+
+def test_patterns_that_match_no_leaf_are_listed():
+    with pytest.raises(
+        ValueError, match="these patterns of blocks match no leaf of Muon's:\n  'u'"
+    ):
+        in_muon([("u", (2, 2)), ("up", (2, 2))]).init(meshes.arrays(0, SHAPES))
