@@ -231,7 +231,9 @@ class Direction:
         else:
             of_blocks = functools.partial(step, periodic.blocked(ready.leaves))
             is_whole = state.count % periodic.period == 0  # as the first step is
-            results, new = _either(is_whole, whole, of_blocks, weights, pairs)
+            is_mapped = any(leaf.sharding.is_mapped for leaf in ready.leaves)
+            choose = _select if is_mapped else _either
+            results, new = choose(is_whole, whole, of_blocks, weights, pairs)
         return results, MuonState(count, new)
 
     def _formed(
@@ -274,6 +276,16 @@ def _either(predicate: jax.Array, true: Callable, false: Callable, *operands: An
     if isinstance(predicate, Tracer):
         return jax.lax.cond(predicate, true, false, *operands)
     return (true if predicate else false)(*operands)
+
+
+def _select(predicate: jax.Array, true: Callable, false: Callable, *operands: Any) -> Any:
+    """What `jax.lax.cond` does under a `vmap` that maps its predicate: it computes both.
+
+    Over an Explicit mesh axis it raises ShardingTypeError, since it broadcasts the predicate to
+    arrays of a replicated type (JAX 0.10.2).
+    """
+    choose = functools.partial(jnp.where, predicate)
+    return jax.tree.map(choose, true(*operands), false(*operands))
 
 
 # A step of momentum on (gradient, buffer): the mix goes on, the new buffer is kept.

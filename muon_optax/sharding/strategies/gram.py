@@ -36,7 +36,7 @@ class Gram(Strategy):
         if newton_schulz.schedule.preconditioning == "spectral":
             return "the spectral norm needs whole matrices"
         if len(view.block_sizes) > 1 or view.tiles != (1, 1):
-            return "blocks are cut from whole matrices"
+            return "fused blocks are cut from whole matrices"
         if not leaf.shard_axes or leaf.sharding.axes_of(long) != leaf.shard_axes:
             return "the long side of a matrix, and that alone, must be sharded"
         if leaf.sharding.is_mapped:
