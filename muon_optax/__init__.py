@@ -18,6 +18,7 @@ from muon_optax.partition import Rule, default_rules
 from muon_optax.readers import model_rules
 from muon_optax.sharding.planning.device_models import DeviceModel
 from muon_optax.sharding.state import state_shardings
+from muon_optax.transforms.block_periodic import BlockPeriodic
 from muon_optax.transforms.brakes import radial_brake
 from muon_optax.transforms.direction import scale_by_muon
 from muon_optax.transforms.entries import EntryState, scale_by_entry
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Attention",
+    "BlockPeriodic",
     "DeviceModel",
     "EntryState",
     "HeadWeight",

@@ -24,6 +24,7 @@ from muon_optax.sharding.placement import keeping_placement
 from muon_optax.sharding.planning.device_models import DeviceModel
 from muon_optax.sharding.runtime.orthogonalizer import OrthogonalizeFunction, make_orthogonalizer
 from muon_optax.transforms.adamw import adamw_step
+from muon_optax.transforms.block_periodic import BlockPeriodic
 from muon_optax.transforms.direction import Direction
 from muon_optax.transforms.momentum import Momentum, MomentumForm
 from muon_optax.transforms.namo import Namo, namo_stage
@@ -84,6 +85,7 @@ def muon(
     mu_shardings: Any = None,
     sign: bool = False,
     namo: Namo | None = None,
+    block_periodic: BlockPeriodic | None = None,
     after_orthogonalization: Slot = None,
     step: optax.GradientTransformation | None = None,
     last: Slot = None,
@@ -151,6 +153,8 @@ def muon(
       sign: orthogonalise the signs of the momentum mix, as AdaMuon does.
       namo: multiply each orthogonalised matrix by NAMO's factor, as in `scale_by_namo`; needs
         `bias_correction=False`.
+      block_periodic: orthogonalise blocks of matrices in most steps and whole matrices in every
+        few, as MuonBP does: `BlockPeriodic((4, 1), period=5)`.
       after_orthogonalization: a transformation of Muon's orthogonalised matrices, before they are
         scaled by shape, or a sequence of several: pieces of this package, which then need no
         arguments of their own for views and shardings, such as `scale_by_neuron()`, or any of
@@ -191,6 +195,7 @@ def muon(
     if adam_nesterov is not None:
         check_flag("adam_nesterov", adam_nesterov)
 
+    scaling = resolve_scaling(scale, scale_factor, consistent_rms)
     config = MuonConfig(
         Direction(
             Momentum(beta, mu_dtype, nesterov, bias_correction, momentum),
@@ -207,8 +212,10 @@ def muon(
             ns_dtype,
             update_dtype=jnp.float32,
             sign=sign,
+            block_periodic=block_periodic,
+            scaling=scaling,
         ),
-        resolve_scaling(scale, scale_factor, consistent_rms),
+        scaling,
         ShardingOptions(param_shardings, mu_shardings),
         muon_weight_dimension_numbers,
         partition,

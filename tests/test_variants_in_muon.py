@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from running import QUICK, run
 
 from muon_optax import (
+    BlockPeriodic,
     MatrixView,
     Namo,
     add_cautious_weight_decay,
@@ -65,6 +66,7 @@ def stepped() -> Any:
     return optax.scale_by_learning_rate(RATE)
 
 
+BLOCKS = BlockPeriodic([("stack", (3, 1)), ("qkv", (2, 4))], 2, 0.5)
 FALLING = coupled_decay(0.1, RATE, 0.1)
 # Options of `muon`, and the chain of pieces for its matrices that is to give the same.
 VARIANTS: dict[str, tuple[dict[str, Any], Any]] = {
@@ -143,6 +145,13 @@ VARIANTS: dict[str, tuple[dict[str, Any], Any]] = {
             *scaled(viewed(floor_update, 0.5), stepped(), viewed(radial_brake)),
         ],
     ),
+    "muonbp": (
+        {"block_periodic": BLOCKS, "weight_decay": 0.1},
+        lambda: [
+            direction(block_periodic=BLOCKS),
+            *scaled(optax.add_decayed_weights(0.1), stepped()),
+        ],
+    ),
     "relative": (
         {"scale": "none", "after_orthogonalization": relative_update(), "weight_decay": 0.1},
         lambda: [
@@ -173,7 +182,9 @@ def test_muon_is_the_chain_of_the_same_pieces(name):
 
 
 @pytest.mark.parametrize("kind", ["explicit", "auto", "manual"])
-@pytest.mark.parametrize("name", ["longer side, cautious decay", "namo_d", "muonh", "adamuon"])
+@pytest.mark.parametrize(
+    "name", ["longer side, cautious decay", "namo_d", "muonh", "adamuon", "muonbp"]
+)
 def test_muon_is_the_same_on_meshes(name, kind):
     """And every state is sharded as `state_shardings` says, which asks `muon`."""
     mesh = sharded.make_mesh({"a": 2, "b": 4}, meshes.KINDS[kind])
@@ -201,7 +212,7 @@ def test_muon_is_the_same_on_meshes(name, kind):
 
 
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
-@pytest.mark.parametrize("name", ["normuon", "namo", "namo_d", "muonh"])
+@pytest.mark.parametrize("name", ["normuon", "namo", "namo_d", "muonh", "muonbp"])
 def test_muon_is_the_same_under_zero_1(name, kind):
     mesh = sharded.make_mesh({"data": 2}, kind)
     where = {k: jax.NamedSharding(mesh, P()) for k in SHAPES}
@@ -235,7 +246,9 @@ def test_a_run_goes_on_with_the_same_bits(name):
     jax.tree.map(np.testing.assert_array_equal, saved, end)
 
 
-@pytest.mark.parametrize("name", ["longer side, cautious decay", "adamuon", "namo_d", "muonh"])
+@pytest.mark.parametrize(
+    "name", ["longer side, cautious decay", "adamuon", "namo_d", "muonh", "muonbp"]
+)
 def test_leaves_without_a_gradient_keep_their_moments(name):
     tx, params = in_muon(**VARIANTS[name][0]), arrays(0)
     state = tx.init(params)
@@ -265,7 +278,9 @@ def test_cautious_decay_is_the_formula_in_a_whole_step():
     assert reference.relative_error(got["up"], want) <= 1e-5
 
 
-@pytest.mark.parametrize("name", ["normuon", "longer side, cautious decay", "muonh", "adamuon"])
+@pytest.mark.parametrize(
+    "name", ["normuon", "longer side, cautious decay", "muonh", "adamuon", "muonbp"]
+)
 def test_a_run_of_optax_goes_on_as_a_variant(name):
     """Its momentum goes on; the states that optax doesn't have begin as at `init`."""
     params: Any = {k: jnp.asarray(x) for k, x in arrays(0).items()}

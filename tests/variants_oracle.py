@@ -100,6 +100,38 @@ class Namo:
 
 
 @dataclasses.dataclass
+class BlockPeriodic:
+    """MuonBP, of a gradient: the direction with its scale. Blocks are (along in, along out)."""
+
+    orthogonalize: Callable[[np.ndarray], np.ndarray]
+    scale: Callable[[int, int], float]
+    blocks: tuple[int, int]
+    period: int = 5
+    ratio: float = 1.0
+    beta: float = 0.95
+    nesterov: bool = False
+    count: int = 0
+    m: Any = 0.0
+
+    def update(self, u, w):
+        self.m = self.beta * self.m + u
+        x = self.beta * self.m + u if self.nesterov else self.m
+        is_whole = self.count % self.period == 0
+        self.count += 1
+        if is_whole:
+            return self.scale(*x.shape) * self.orthogonalize(x)
+        along_in, along_out = self.blocks
+        rows = [
+            np.hstack([self._block(y) for y in np.split(band, along_in, axis=1)])
+            for band in np.split(x, along_out, axis=0)
+        ]
+        return np.vstack(rows)
+
+    def _block(self, x):
+        return self.ratio * self.scale(*x.shape) * self.orthogonalize(x)
+
+
+@dataclasses.dataclass
 class Hyperball:
     """The step W_new - W; `radius` may be 'initial', 'current' or a number."""
 

@@ -1,7 +1,8 @@
 """What an update does, as rows: read from a trace like its own, and planned by the same code."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
@@ -53,6 +54,9 @@ class PlanRow:
       added_flops: what they add to the device that does most of all.
       seconds: on the device model.
       reason: why this strategy.
+      steps: in how many of `period` updates this is done: fewer with `block_periodic`, where steps
+        on blocks and steps on whole matrices have rows of their own.
+      period: see `steps`.
     """
 
     leaves: tuple[str, ...]
@@ -68,6 +72,13 @@ class PlanRow:
     added_flops: int
     seconds: float
     reason: str
+    steps: int = 1
+    period: int = 1
+
+    @property
+    def share(self) -> Fraction:
+        """The share of updates in which this is done."""
+        return Fraction(self.steps, self.period)
 
 
 def plan_rows(config: MuonConfig, params: Any) -> tuple[DeviceModel, tuple[PlanRow, ...]]:
@@ -78,7 +89,8 @@ def plan_rows(config: MuonConfig, params: Any) -> tuple[DeviceModel, tuple[PlanR
       params: arrays or shape structs; gradients are taken to be sharded like them.
 
     Returns:
-      The device model, and the rows, costliest matrices first.
+      The device model, and the rows, costliest matrices first. With `block_periodic` those of whole
+      steps come before those of block steps; rows that are in both come once.
 
     Raises:
       ValueError, TypeError: as `init` and `update` do.
@@ -87,15 +99,68 @@ def plan_rows(config: MuonConfig, params: Any) -> tuple[DeviceModel, tuple[PlanR
     check_rules(config.partition, params)
     ours, _ = assignment.muon_part(params)
     prepared = _traced(config, params, assignment)
-    arrays, leaves = jax.tree.leaves(ours), prepared.leaves
-    hidden = _hidden(arrays, leaves)
-    notes = _notes(arrays, prepared)
-    seen = [leaf for i, leaf in enumerate(leaves) if i not in hidden]
-    model, planned = _planned_rows(config, seen, notes)
+    arrays = jax.tree.leaves(ours)
+    hidden = _hidden(arrays, prepared.leaves)
+    model, whole = _rows(config, arrays, prepared, hidden, lambda leaves: leaves)
+    periodic = config.direction.block_periodic
+    if periodic is None or not periodic.alternates(prepared.leaves):
+        return model, tuple(whole)
+    # Blocks go back as they came, and only then to where the parameters are.
+    apart = [
+        b.whole if b.is_whole else dataclasses.replace(b.whole, result_sharding=None)
+        for b in periodic.blocked(prepared.leaves)
+    ]
+    _, of_blocks = _rows(
+        config,
+        arrays,
+        prepared._replace(leaves=apart),
+        hidden,
+        lambda leaves: [b.leaf for b in periodic.blocked(leaves)],
+    )
+    return model, _alternating(whole, of_blocks, periodic.period)
+
+
+def _rows(
+    config: MuonConfig,
+    arrays: Sequence[Any],
+    prepared: Prepared,
+    hidden: Mapping[int, LeafSharding],
+    planned_as: Callable[[Sequence[BoundLeaf]], Sequence[BoundLeaf]],
+) -> tuple[DeviceModel, list[PlanRow]]:
+    """The rows of one kind of step.
+
+    Args:
+      config: what the optimizer was told.
+      arrays: Muon's leaves.
+      prepared: what a trace makes of them.
+      hidden: how leaves are sharded whose sharding no trace can see.
+      planned_as: the leaves that are planned for these.
+
+    Returns:
+      The device model and the rows.
+    """
+    leaves = prepared.leaves
+    seen = planned_as([leaf for i, leaf in enumerate(leaves) if i not in hidden])
+    declared = [dataclasses.replace(leaves[i], sharding=x) for i, x in hidden.items()]
+    model, planned = _planned_rows(config, seen, _notes(arrays, prepared))
     rows = [row for row, _ in planned]
-    rows += _partitioner_rows(config, leaves, hidden, model)
+    rows += _partitioner_rows(config, planned_as(declared), model)
     rows += [_move_row(move, moved, model) for move, moved in _moves(arrays, prepared).items()]
-    return model, tuple(rows)
+    return model, rows
+
+
+def _alternating(
+    whole: Sequence[PlanRow], of_blocks: Sequence[PlanRow], period: int
+) -> tuple[PlanRow, ...]:
+    """The rows of whole steps, one in `period`, and of block steps; those of both come once."""
+    both = [row for row in whole if row in of_blocks]
+    once = [dataclasses.replace(row, steps=1, period=period) for row in whole if row not in both]
+    rest = [
+        dataclasses.replace(row, steps=period - 1, period=period)
+        for row in of_blocks
+        if row not in both
+    ]
+    return (*once, *rest, *both)
 
 
 def _traced(config: MuonConfig, params: Any, assignment: Assignment) -> Prepared:
@@ -125,6 +190,8 @@ def _prepared(config: MuonConfig, params: Any, assignment: Assignment) -> Prepar
     leaves = bound_leaves(ours, views, where)
     direction = config.direction
     direction.execution.check_patterns(leaves)
+    if direction.block_periodic is not None:
+        direction.block_periodic.check(leaves)
     check_manual_blocks_stay(ours, leaves)
     check_mu_shardings_divide(ours, leaves)
     zeros = jax.tree.map(direction.momentum.init, ours)
@@ -192,6 +259,9 @@ def _planned_rows(
             least = config.direction.execution.exceeded_by(work_slice, bucket.leaf)
             if least is not None:
                 said[f"more than max_workspace_bytes: {least:,} B for one at a time"] = None
+            if bucket.leaf.view.tiles != (1, 1):
+                blocks = " x ".join(map(str, bucket.leaf.view.tiles))
+                said[f"each is cut in {blocks} blocks, which aren't whole on a device"] = None
             reason = "; ".join([work_slice.reason, *said])
             rows.append((_row(work_slice, members, reason), bucket.leaf))
     return model, rows
@@ -227,13 +297,9 @@ def _spec_text(sharding: LeafSharding, dims: Sequence[int] | None = None) -> str
 
 
 def _partitioner_rows(
-    config: MuonConfig,
-    leaves: Sequence[BoundLeaf],
-    hidden: dict[int, LeafSharding],
-    model: DeviceModel,
+    config: MuonConfig, declared: Sequence[BoundLeaf], model: DeviceModel
 ) -> Iterator[PlanRow]:
     """Rows of leaves whose sharding the trace can't see, and what declaring it would make them."""
-    declared = [dataclasses.replace(leaves[i], sharding=sharding) for i, sharding in hidden.items()]
     iteration = config.direction.orthogonalizer.newton_schulz
     for row, leaf in _planned_rows(config, declared, {})[1]:
         turns = loop_turns(leaf.view.batch, leaf.view.fan_in * leaf.view.fan_out)

@@ -16,6 +16,8 @@ __all__ = ["Plan", "PlanRow", "plan"]
 class Plan:
     """What an update does on each device; `print` it, give it to rich, or read `rows`.
 
+    With `block_periodic` updates differ, and totals are averages over the period.
+
     Attributes:
       rows: costliest matrices first.
       device: name of the device model.
@@ -36,17 +38,17 @@ class Plan:
     @property
     def bytes(self) -> int:
         """Bytes that a device receives in an update."""
-        return sum(row.bytes for row in self.rows)
+        return round(sum(row.bytes * row.share for row in self.rows))
 
     @property
     def flops(self) -> int:
         """FLOPs of the busiest device in an update."""
-        return sum(row.added_flops for row in self.rows)
+        return round(sum(row.added_flops * row.share for row in self.rows))
 
     @property
     def seconds(self) -> float:
         """Time of an update on the device model, with nothing overlapped."""
-        return sum(row.seconds for row in self.rows)
+        return sum(row.seconds * float(row.share) for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Rows and totals as plain data for JSON."""
@@ -61,8 +63,11 @@ class Plan:
         return rich_table("Plan", _HEADER, [_cells(row) for row in self.rows], self._summary())
 
     def _summary(self) -> str:
+        periods = sorted({row.period for row in self.rows} - {1})
+        over = " or ".join(map(str, periods))
+        average = f"on average over {over} updates, " if periods else ""
         return (
-            f"a device receives {quantity(self.bytes, 'B')} and the busiest computes "
+            f"{average}a device receives {quantity(self.bytes, 'B')} and the busiest computes "
             f"{quantity(self.flops, 'FLOP')}: {quantity(self.seconds, 's')} on {self.device}"
         )
 
@@ -75,6 +80,7 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
     more = f" + {len(others)}" if others else ""
     shared = f" / {', '.join(row.share_axes)}" if row.share_axes else ""
     cut = f" in {row.chunks}" if row.chunks > 1 else ""
+    often = f"; {row.steps} of {row.period} updates" if row.period > 1 else ""
     return (
         first + more,
         f"{row.count} of {' x '.join(map(str, row.matrix))} {row.dtype}",
@@ -83,7 +89,7 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
         quantity(row.bytes, "B"),
         quantity(row.flops, "FLOP"),
         quantity(row.seconds, "s"),
-        row.reason,
+        row.reason + often,
     )
 
 

@@ -7,20 +7,22 @@ the momentum mix is formed and rounded on the shards, before any communication.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from muon_optax._internal.checks import check_decay, check_flag, check_float_dtype
 from muon_optax._internal.dtypes import wide_dtype
 from muon_optax._internal.tree_paths import cast_like, restructured_like
 from muon_optax.orthogonalization import Coefficients, Method, PrecisionName, Preconditioning
 from muon_optax.partition import Views
+from muon_optax.sharding.blocks import BlockedLeaf
 from muon_optax.sharding.bound_leaf import BoundLeaf
-from muon_optax.sharding.execution import ExecutionOptions, StrategyRules
+from muon_optax.sharding.execution import ExecutionOptions, Prepared, StrategyRules
 from muon_optax.sharding.options import ShardingOptions
 from muon_optax.sharding.placement import (
     check_manual_blocks_stay,
@@ -31,18 +33,28 @@ from muon_optax.sharding.placement import (
     to_memory_of,
 )
 from muon_optax.sharding.planning.device_models import DeviceModel
-from muon_optax.sharding.runtime.buffers import Elementwise
+from muon_optax.sharding.runtime.buffers import Arrays, Elementwise
 from muon_optax.sharding.runtime.orthogonalizer import (
     OrthogonalizeFunction,
     Orthogonalizer,
     make_orthogonalizer,
 )
 from muon_optax.transforms.binding import binder
+from muon_optax.transforms.block_periodic import BlockPeriodic
 from muon_optax.transforms.momentum import Momentum, MomentumForm, check_belongs, combine
 from muon_optax.transforms.momentum_state import MuonState
+from muon_optax.transforms.shape_scale import (
+    Scale,
+    Scaling,
+    factor_of_leaf,
+    resolve_scaling,
+    scaled,
+)
 from muon_optax.transforms.stage import MatrixTransformation, Stage, matrix_transformation
 
 __all__ = ["Direction", "scale_by_muon"]
+
+_UNSCALED = Scaling("none", 1.0)
 
 
 def scale_by_muon(
@@ -69,6 +81,8 @@ def scale_by_muon(
     device: str | DeviceModel = "auto",
     update_dtype: Any = None,
     sign: bool = False,
+    block_periodic: BlockPeriodic | None = None,
+    block_scale: Scale | None = None,
 ) -> MatrixTransformation:
     """Muon's direction: momentum, orthogonalised. Drop-in for `optax.contrib.scale_by_muon`.
 
@@ -96,6 +110,9 @@ def scale_by_muon(
       device: as in `orthogonalize`.
       update_dtype: dtype of the updates, at least; None is the gradient's.
       sign: orthogonalise the signs of the momentum mix, as AdaMuon does.
+      block_periodic: orthogonalise blocks in most steps, as MuonBP does.
+      block_scale: the `scale` of the `scale_by_shape` that follows. Since that scales by the shapes
+        of whole matrices, block steps are multiplied by a block's scale over its matrix's.
 
     Returns:
       A transformation with a `MuonState`.
@@ -128,6 +145,8 @@ def scale_by_muon(
         ns_dtype,
         update_dtype,
         sign,
+        block_periodic,
+        resolve_scaling(block_scale, 1.0, None),
     )
     bind = binder(weight_dimension_numbers, ShardingOptions(param_shardings, mu_shardings))
     return matrix_transformation(direction.stage, bind)
@@ -144,6 +163,8 @@ class Direction:
       ns_dtype: dtype to orthogonalise in; None is the momentum's.
       update_dtype: dtype of the updates, at least; None is the gradient's.
       sign: orthogonalise the signs of the momentum mix.
+      block_periodic: orthogonalise blocks in most steps.
+      scaling: the scale by shape that follows, for block steps.
     """
 
     momentum: Momentum
@@ -152,9 +173,12 @@ class Direction:
     ns_dtype: Any = None
     update_dtype: Any = None
     sign: bool = False
+    block_periodic: BlockPeriodic | None = None
+    scaling: Scaling = _UNSCALED
 
     def __post_init__(self) -> None:
         check_float_dtype("ns_dtype", self.ns_dtype)
+        check_block_periodic(self.block_periodic)
         self.execution.check_orthogonalizer(self.orthogonalizer)
 
     @property
@@ -165,6 +189,8 @@ class Direction:
     def init(self, params: Any, leaves: Sequence[BoundLeaf]) -> MuonState:
         """A momentum of zeros, placed where it is declared to be."""
         self.execution.check_patterns(leaves)
+        if self.block_periodic is not None:
+            self.block_periodic.check(leaves)
         check_manual_blocks_stay(params, leaves)
         check_mu_shardings_divide(params, leaves)
         state = self.momentum.init_state(params)
@@ -187,13 +213,79 @@ class Direction:
         count = jnp.asarray(optax.safe_increment(state.count))
         weights = self.momentum.weights(count)
         pairs = list(zip(jax.tree.leaves(ready.updates), jax.tree.leaves(mu), strict=True))
+
+        def step(blocks: list[BlockedLeaf] | None, weights: Any, pairs: Any) -> tuple[Any, Any]:
+            found = self._formed(ready, blocks, weights, pairs)
+            treedef = jax.tree.structure(updates)
+            results = place(treedef.unflatten([result for result, _ in found]), ready.moves)
+            cast = functools.partial(_cast_update, self.update_dtype)
+            results = jax.tree.map(cast, results, updates)
+            if blocks is not None:
+                results = self._scaled_blocks(results, leaves)
+            new = cast_like(treedef.unflatten([kept for _, kept in found]), state.mu)
+            return results, place(new, [leaf.mu_sharding for leaf in leaves])
+
+        whole, periodic = functools.partial(step, None), self.block_periodic
+        if periodic is None or not periodic.alternates(leaves):
+            results, new = whole(weights, pairs)
+        else:
+            of_blocks = functools.partial(step, periodic.blocked(ready.leaves))
+            is_whole = state.count % periodic.period == 0  # as the first step is
+            is_mapped = any(leaf.sharding.is_mapped for leaf in ready.leaves)
+            choose = _select if is_mapped else _either
+            results, new = choose(is_whole, whole, of_blocks, weights, pairs)
+        return results, MuonState(count, new)
+
+    def _formed(
+        self, ready: Prepared, blocks: list[BlockedLeaf] | None, weights: Any, pairs: Any
+    ) -> list[Arrays]:
+        """The orthogonalised mix of each leaf and its new buffer."""
         step = _SIGNS if self.sign else _MOMENTUM
-        found = self.execution.run(ready.leaves, self.orthogonalizer, step, weights, pairs)
-        treedef = jax.tree.structure(updates)
-        results = place(treedef.unflatten([result for result, _ in found]), ready.moves)
-        results = jax.tree.map(functools.partial(_cast_update, self.update_dtype), results, updates)
-        new = cast_like(treedef.unflatten([kept for _, kept in found]), state.mu)
-        return results, MuonState(count, place(new, [leaf.mu_sharding for leaf in leaves]))
+        run = functools.partial(self.execution.run, orthogonalizer=self.orthogonalizer)
+        if blocks is None:
+            return run(ready.leaves, elementwise=step, scalars=weights, operands=pairs)
+        rows = list(zip(blocks, pairs, strict=True))
+        operands = [tuple(map(leaf.split, pair)) for leaf, pair in rows]
+        of_blocks = [leaf.leaf for leaf in blocks]
+        found = run(of_blocks, elementwise=step, scalars=weights, operands=operands)
+        rows = zip(blocks, found, strict=True)
+        return [tuple(map(leaf.merge, arrays)) for leaf, arrays in rows]
+
+    def _scaled_blocks(self, results: Any, leaves: Sequence[BoundLeaf]) -> Any:
+        """Directions of a block step, which the scale by shape takes for those of matrices."""
+        assert self.block_periodic is not None
+        arrays, treedef = jax.tree.flatten(results)
+        found = []
+        for x, leaf in zip(arrays, leaves, strict=True):
+            values = self.block_periodic.factors(leaf, self.scaling)
+            is_one = set(values) == {1.0}
+            wide = wide_dtype(x.dtype)
+            factor = None if is_one else factor_of_leaf(values, leaf.view, leaf.sharding, wide)
+            found.append(scaled(x, factor))
+        return treedef.unflatten(found)
+
+
+def check_block_periodic(value: Any) -> None:
+    """Raises TypeError unless `value` is None or a BlockPeriodic."""
+    if value is not None and not isinstance(value, BlockPeriodic):
+        raise TypeError(f"block_periodic must be a BlockPeriodic or None, got {value!r}")
+
+
+def _either(predicate: jax.Array, true: Callable, false: Callable, *operands: Any) -> Any:
+    """`jax.lax.cond`, which outside of `jit` would compile both branches anew in each step."""
+    if isinstance(predicate, Tracer):
+        return jax.lax.cond(predicate, true, false, *operands)
+    return (true if predicate else false)(*operands)
+
+
+def _select(predicate: jax.Array, true: Callable, false: Callable, *operands: Any) -> Any:
+    """What `jax.lax.cond` does under a `vmap` that maps its predicate: it computes both.
+
+    Over an Explicit mesh axis it raises ShardingTypeError, since it broadcasts the predicate to
+    arrays of a replicated type (JAX 0.10.2).
+    """
+    choose = functools.partial(jnp.where, predicate)
+    return jax.tree.map(choose, true(*operands), false(*operands))
 
 
 # A step of momentum on (gradient, buffer): the mix goes on, the new buffer is kept.

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -19,7 +19,15 @@ from muon_optax.transforms.binding import binder
 from muon_optax.transforms.stage import MatrixTransformation, Stage, matrix_transformation
 from muon_optax.views.matrix_view import BoundView
 
-__all__ = ["Scale", "Scaling", "resolve_scaling", "scale_by_shape", "shape_scale_stage"]
+__all__ = [
+    "Scale",
+    "Scaling",
+    "factor_of_leaf",
+    "resolve_scaling",
+    "scale_by_shape",
+    "scaled",
+    "shape_scale_stage",
+]
 
 Scale = Literal["shape_scaling", "match_rms_adamw", "spectral", "unit_rms_norm", "none"]
 
@@ -133,11 +141,11 @@ def shape_scale_stage(scaling: Scaling) -> Stage:
         del params, extra_args
         arrays, treedef = jax.tree.flatten(updates)
         factor_of = functools.cache(functools.partial(_factor, scaling))  # of many equal leaves
-        scaled = [
-            _scaled(x, factor_of(leaf.view, leaf.sharding, wide_dtype(x.dtype)))
+        found = [
+            scaled(x, factor_of(leaf.view, leaf.sharding, wide_dtype(x.dtype)))
             for x, leaf in zip(arrays, leaves, strict=True)
         ]
-        return treedef.unflatten(scaled), state
+        return treedef.unflatten(found), state
 
     return Stage(init, update)
 
@@ -149,14 +157,21 @@ def _factor(
     base = [scaling.base(m, n) for _, m, n in view.matrices]
     if set(base) == {1.0} and scaling.is_bare:
         return None
-    real = jnp.finfo(wide).dtype
-    factor = jnp.asarray(view.per_block(base), real)
-    if factor.ndim:  # inside a shard_map a block has a part of the fused axis
-        factor = sharding.block_of(factor)
-    return factor * jnp.asarray(scaling.multiplier, real)
+    factor = factor_of_leaf(base, view, sharding, wide)
+    return factor * jnp.asarray(scaling.multiplier, factor.dtype)
 
 
-def _scaled(x: jax.Array, factor: jax.Array | None) -> jax.Array:
+def factor_of_leaf(
+    values: Sequence[float], view: BoundView, sharding: LeafSharding, wide: jnp.dtype
+) -> jax.Array:
+    """One value for each entry of the view's `matrices`, to multiply the leaf at hand by."""
+    factor = jnp.asarray(view.per_block(values), jnp.finfo(wide).dtype)
+    # Inside a shard_map a block has a part of the fused axis.
+    return sharding.block_of(factor) if factor.ndim else factor
+
+
+def scaled(x: jax.Array, factor: jax.Array | None) -> jax.Array:
+    """The array times a factor, formed in float32 at least; None is 1."""
     if factor is None:
         return x
     return as_dtype(factor * as_dtype(x, wide_dtype(x.dtype)), x.dtype)

@@ -92,6 +92,8 @@ class BoundView:
         fused.
       groups: how often they repeat.
       cut: 1 where the (batch, reduction, output) array is cut along reduction, 2 along output.
+      tiles: in how many equal parts each matrix is cut along reduction and along output, each of
+        which is then a matrix of its own, as in MuonBP's block steps.
     """
 
     shape: tuple[int, ...]
@@ -101,6 +103,7 @@ class BoundView:
     block_sizes: tuple[int, ...]
     groups: int
     cut: Literal[1, 2]
+    tiles: tuple[int, int] = (1, 1)
 
     @property
     def batch(self) -> int:
@@ -120,7 +123,7 @@ class BoundView:
     @property
     def matrices(self) -> tuple[tuple[int, int, int], ...]:
         """Shapes (batch, fan-in, fan-out) that `split` gives, in its order."""
-        if self._is_even:
+        if self.is_even:
             return (self._block_shape(self.batch * len(self.block_sizes), self.block_sizes[0]),)
         return tuple(self._block_shape(self.batch, size) for size in self.block_sizes)
 
@@ -129,15 +132,18 @@ class BoundView:
         """What two leaves must share for their matrices to be stacked: all but the batch axes."""
         sizes = tuple(self.shape[a] for a in self.stack_axes)
         reduction = len(self.reduction_axes)
-        return sizes, self._matrix_order, reduction, self.block_sizes, self.groups, self.cut
+        blocks = self.block_sizes, self.groups, self.cut, self.tiles
+        return sizes, self._matrix_order, reduction, *blocks
 
     @property
-    def _is_even(self) -> bool:
+    def is_even(self) -> bool:
+        """Whether all blocks are of one size."""
         return len(set(self.block_sizes)) == 1
 
     def _block_shape(self, batch: int, size: int) -> tuple[int, int, int]:
-        length = size * self.groups
-        return (batch, length, self.fan_out) if self.cut == 1 else (batch, self.fan_in, length)
+        length, (rows, columns) = size * self.groups, self.tiles
+        m, n = (length, self.fan_out) if self.cut == 1 else (self.fan_in, length)
+        return batch * rows * columns, m // rows, n // columns
 
     def stack(self, x: jax.Array) -> jax.Array:
         """Brings the batch axes of `x`, a leaf or a shard of one, to the front and merges them."""
@@ -174,13 +180,14 @@ class BoundView:
         x = stacked.transpose(0, *(1 + o for o in order))
         x = reshaped(x, (x.shape[0], self.fan_in, self.fan_out))
         if len(self.block_sizes) == 1:
-            return (x,)
+            return (self._tiled(x),)
         x = jnp.moveaxis(x, self.cut, 1)  # (batch, cut, rest)
         x = x.reshape(x.shape[0], self.groups, sum(self.block_sizes), x.shape[2])
-        return tuple(jnp.moveaxis(block, 1, self.cut) for block in self._cut(x))
+        return tuple(self._tiled(jnp.moveaxis(block, 1, self.cut)) for block in self._cut(x))
 
     def merge_stack(self, matrices: Sequence[jax.Array]) -> jax.Array:
         """Undoes `split_stack`."""
+        matrices = [self._untiled(x) for x in matrices]
         if len(self.block_sizes) == 1:
             (x,) = matrices
         else:
@@ -198,7 +205,7 @@ class BoundView:
     def _cut(self, x: jax.Array) -> list[jax.Array]:
         """(batch, groups, blocks, rest) -> (batch, block, rest); equal blocks share one array."""
         batch, groups, _, rest = x.shape
-        if self._is_even:
+        if self.is_even:
             x = x.reshape(batch, groups, len(self.block_sizes), -1, rest).swapaxes(1, 2)
             length = groups * self.block_sizes[0]
             return [reshaped(x, (batch * len(self.block_sizes), length, rest))]
@@ -209,7 +216,7 @@ class BoundView:
     def _join(self, blocks: Sequence[jax.Array]) -> jax.Array:
         """Undoes `_cut`."""
         rest = blocks[0].shape[2]
-        if self._is_even:
+        if self.is_even:
             (x,) = blocks
             size, count = self.block_sizes[0], len(self.block_sizes)
             batch = x.shape[0] // count
@@ -217,6 +224,25 @@ class BoundView:
             return x.reshape(batch, self.groups, count * size, rest)
         parts = [b.reshape(b.shape[0], self.groups, -1, rest) for b in blocks]
         return jnp.concatenate(parts, axis=2)
+
+    def _tiled(self, x: jax.Array) -> jax.Array:
+        """Matrices -> their tiles, (batch * tiles, m, n)."""
+        rows, columns = self.tiles
+        if rows == columns == 1:
+            return x
+        batch, m, n = x.shape
+        x = x.reshape(batch, rows, m // rows, columns, n // columns).swapaxes(2, 3)
+        return x.reshape(batch * rows * columns, m // rows, n // columns)
+
+    def _untiled(self, x: jax.Array) -> jax.Array:
+        """Undoes `_tiled`."""
+        rows, columns = self.tiles
+        if rows == columns == 1:
+            return x
+        count, m, n = x.shape
+        batch = count // (rows * columns)
+        x = x.reshape(batch, rows, columns, m, n).swapaxes(2, 3)
+        return x.reshape(batch, rows * m, columns * n)
 
     def per_block(self, values: Sequence[float]) -> float | np.ndarray:
         """Spreads one value for each entry of `matrices` over the leaf.

@@ -35,7 +35,7 @@ class Gram(Strategy):
             return "a function of the user's needs whole matrices"
         if newton_schulz.schedule.preconditioning == "spectral":
             return "the spectral norm needs whole matrices"
-        if len(view.block_sizes) > 1:
+        if len(view.block_sizes) > 1 or view.tiles != (1, 1):
             return "fused blocks are cut from whole matrices"
         if not leaf.shard_axes or leaf.sharding.axes_of(long) != leaf.shard_axes:
             return "the long side of a matrix, and that alone, must be sharded"
