@@ -299,6 +299,13 @@ def test_zero_gradients_change_nothing():
         jax.tree.map(np.testing.assert_array_equal, updates, zeros)
 
 
+def test_empty_leaves_stay_empty():
+    params = {"w": np.ones((4, 4), np.float32), "empty": np.ones((0, 4), np.float32)}
+    tx = scale_by_muon(sharded.FAST, block_periodic=BlockPeriodic((2, 2), 2))
+    for updates in run(tx, params, [params] * 2)[0]:
+        assert updates["empty"].shape == (0, 4)
+
+
 def test_half_precision_directions_are_scaled_in_float32():
     """Only the update is rounded to bfloat16, once."""
     grads = {"w": meshes.arrays(1, {"w": (16, 24)})["w"].astype("bfloat16")}

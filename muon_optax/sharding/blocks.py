@@ -8,6 +8,7 @@ steps, and cut there.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,7 +87,7 @@ def blocked(leaf: BoundLeaf, counts: Counts) -> BlockedLeaf:
       The leaf and that of its blocks. Where each block is whole on a device, nothing is sent: also
       where replicas might divide the work.
     """
-    if counts == (1, 1):
+    if counts == (1, 1) or not math.prod(leaf.view.shape):
         return BlockedLeaf(leaf, leaf)
     view, parts, tiles = leaf.view, dict[int, int](), [1, 1]
     block_sizes, groups = view.block_sizes, view.groups
