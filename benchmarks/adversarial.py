@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from benchmarks import timing
 from muon_optax.orthogonalization import (
     SCHEDULES,
-    GramExchange,
+    GramCollectives,
     NewtonSchulz,
     Schedule,
     orthogonalizer,
@@ -84,11 +84,11 @@ def compiled(function: Function) -> Function:
 
 
 def _on_slices(config: NewtonSchulz, x: jax.Array) -> jax.Array:
-    exchange = GramExchange(
+    collectives = GramCollectives(
         maximum=lambda x: jax.lax.pmax(jax.lax.stop_gradient(x), "d"),
         reduce=lambda x: jax.lax.psum(x, "d"),
     )
-    local = jax.vmap(lambda x: config.on_slices(x, exchange), axis_name="d")
+    local = jax.vmap(lambda x: config.on_slices(x, collectives), axis_name="d")
     return jnp.concatenate(list(local(jnp.stack(jnp.split(x, SLICES, -1)))), -1)
 
 

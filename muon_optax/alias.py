@@ -195,6 +195,17 @@ def muon(
     if adam_nesterov is not None:
         check_flag("adam_nesterov", adam_nesterov)
 
+    of_adam = adamw_step(
+        learning_rate if adam_learning_rate is None else adam_learning_rate,
+        adam_weight_decay,
+        adam_weight_decay_mask,
+        mu_dtype,
+        b1=adam_b1,
+        b2=adam_b2,
+        eps=eps,
+        eps_root=adam_eps_root,
+        nesterov=nesterov if adam_nesterov is None else adam_nesterov,
+    )
     scaling = resolve_scaling(scale, scale_factor, consistent_rms)
     config = MuonConfig(
         Direction(
@@ -239,17 +250,6 @@ def muon(
         "last": slot_stage(last),
     }
     of_muon = _muon_step(stages, kind)
-    of_adam = adamw_step(
-        learning_rate if adam_learning_rate is None else adam_learning_rate,
-        adam_weight_decay,
-        adam_weight_decay_mask,
-        mu_dtype,
-        b1=adam_b1,
-        b2=adam_b2,
-        eps=eps,
-        eps_root=adam_eps_root,
-        nesterov=nesterov if adam_nesterov is None else adam_nesterov,
-    )
     return keeping_placement(dispatch(of_muon, of_adam, config))
 
 

@@ -78,6 +78,14 @@ def test_the_last_layer_of_an_autoencoder_with_a_classifier_is_doubtful():
     assert found["classifier/kernel"] == "head"
 
 
+def test_a_bottleneck_beside_the_rows_of_a_table_gives_no_data():
+    table = {"embed/embedding": (50, 16), "lm_head/kernel": (16, 50)}
+    pairs = {"mix/kernel": (16, 13), "unmix/kernel": (13, 16)}
+    pairs |= {"gate/kernel": (16, 1), "expand/kernel": (1, 16)}
+    found = roles({**table, **pairs, "up/kernel": (16, 24), "down/kernel": (24, 16)})
+    assert {found[path] for path in pairs} == {"matrix"}
+
+
 def test_the_layers_of_a_funnel_lead_on_to_its_head():
     funnel = {"stem/kernel": (784, 512), "mid/kernel": (512, 256), "low/kernel": (256, 128)}
     found = roles({**funnel, "classifier/kernel": (128, 10)})

@@ -12,7 +12,8 @@ import pytest
 from jaxtyping import Array, Float
 from shown import update_stats
 
-from muon_optax import MatrixView, MuonDimensionNumbers, Rule, UpdateStats, muon, statistics
+from muon_optax import MatrixView, MuonDimensionNumbers, Rule, UpdateStats, muon
+from muon_optax.inspect import statistics
 
 SCALAR: Any = Float[Array, ""]
 RNG = np.random.default_rng(0)

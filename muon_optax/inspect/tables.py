@@ -1,4 +1,4 @@
-"""Tables as plain text, and for rich."""
+"""Tables as plain text, and for rich; the columns of each are beside its rows' class."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,7 @@
-"""Newton–Schulz schedules by name, each with its source."""
+"""Newton–Schulz schedules by name, each with its source.
+
+A new schedule is an entry of `SCHEDULES` and its name in `ScheduleName`.
+"""
 
 import dataclasses
 import functools

@@ -64,7 +64,9 @@ class Evidence:
             return "output"
         is_last = not leaf.is_repeated and not _is_called_hidden(leaf)
         is_data = is_last and size != width and self._widths.is_data(size)
-        is_data &= not sizes or self._widths.leads_back(size)
+        # What takes the rows of a table and leads back to them is a bottleneck beside them.
+        is_beside_table = self._widths.is_embedded(width)
+        is_data &= not sizes or (self._widths.leads_back(size) and not is_beside_table)
         return "data_output" if is_data and not self._is_in_sequence(leaf) else role
 
     def _is_in_sequence(self, leaf: Leaf) -> bool:

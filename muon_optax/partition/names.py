@@ -3,6 +3,7 @@
 A name is read word by word: 'embed_tokens_per_layer' is (embed, tokens, per, layer), and
 'MultiHeadDotProductAttention_0' is (multi, head, dot, product, attention). There is no list of
 whole names: the next library writes `segment_embedder` where this one has `token_type_embeddings`.
+Which role a leaf has by its words is decided in `roles`.
 """
 
 import dataclasses

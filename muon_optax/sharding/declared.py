@@ -1,4 +1,4 @@
-"""What users, arrays and shape structs declare of a leaf's sharding."""
+"""Declared shardings, of users, arrays and shape structs, in one form; `specs` reads them."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from muon_optax._internal.checks import check_decay, check_mask, check_number
+from muon_optax._internal.checks import check_decay, check_float_dtype, check_mask, check_number
 from muon_optax.transforms.stage import as_stage, bound_transformation, in_order
 from muon_optax.transforms.weight_decay import decayed_weights
 from muon_optax.transforms.wrappers import in_float32, sharded_like_parameters, widened
@@ -58,6 +58,7 @@ def adamw_step(
     check_number("adam_learning_rate", learning_rate, schedule=True)
     check_number("adam_weight_decay", weight_decay, schedule=True)
     check_mask("adam_weight_decay_mask", weight_decay_mask)
+    check_float_dtype("mu_dtype", mu_dtype)
     for name, value in {"adam_b1": b1, "adam_b2": b2}.items():
         check_decay(name, value)
     for name, value in {"eps": eps, "adam_eps_root": eps_root}.items():

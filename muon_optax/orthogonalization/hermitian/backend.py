@@ -1,4 +1,7 @@
-"""What a backend for Hermitian matmuls has to offer."""
+"""The interface of a backend for Hermitian matmuls.
+
+A backend is a file of its own, as `halved`, and a line of `BACKENDS` in this package's `__init__`.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
