@@ -20,7 +20,7 @@ check: lint  ## linters, types, and a part of the tests that touches every modul
 
 # The other end of the versions: what Python 3.12 installs. What depends on JAX and Flax is run.
 PYTHON312 ?= python3.12
-NEWEST := execute barriers pipeline sharding_transforms sharding_state specs optax_parity flax_views conventions_jax conventions_optax conventions_models
+NEWEST := execute pipeline optax_parity conventions_jax
 
 test-newest: .venv-newest/.installed  ## a part of the suite with Python 3.12 and the newest JAX
 	.venv-newest/bin/python -m pytest -n 2 $(NEWEST:%=tests/test_%.py)
