@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.core import Tracer
 
 from muon_optax._internal.checks import check_decay, check_float_dtype, check_mask, check_number
 from muon_optax.transforms.stage import as_stage, bound_transformation, in_order
@@ -108,7 +109,9 @@ def _traced_once(
         return update, mu, nu
 
     def update(updates, state, params=None, **extra_args):
-        del params, extra_args
+        del extra_args
+        if not isinstance(state.count, Tracer):  # JAX keeps the program of each operation then
+            return adam.update(updates, state, params)
         grads, treedef = jax.tree.flatten(updates)
         moments = zip(treedef.flatten_up_to(state.mu), treedef.flatten_up_to(state.nu), strict=True)
         rows = [
