@@ -6,12 +6,11 @@ All run in one process, which imports JAX once and compiles with few optimizatio
 import importlib.util
 import os
 import re
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from programs import printed_by
 
 ADAPTERS = Path(__file__).parents[1] / "examples/adapters"
 # Example -> the package it needs, and lines of its report.
@@ -79,22 +78,9 @@ def can_run(package: str) -> bool:
 
 def run(names: list[str]) -> dict[str, str]:
     """What each example prints, with single spaces; 'done' where it ends."""
-    quick = {
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, (".", os.environ.get("PYTHONPATH")))),
-    }
-    process = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *names],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=ADAPTERS,
-        env=os.environ | quick,
-    )
-    assert process.returncode == 0, process.stderr
-    assert "MuonWarning" not in process.stderr
-    parts = re.split(r"^== (with_\w+\.py)\n", re.sub(" +", " ", process.stdout), flags=re.MULTILINE)
+    path = os.pathsep.join(filter(None, (".", os.environ.get("PYTHONPATH"))))
+    printed = printed_by(PROGRAM, *names, folder=ADAPTERS, PYTHONPATH=path)
+    parts = re.split(r"^== (with_\w+\.py)\n", re.sub(" +", " ", printed), flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 

@@ -43,7 +43,7 @@ def by_loop(leaf, x: np.ndarray, over) -> np.ndarray:
 def means(leaf, x, over):
     sums = MatrixSums(leaf, over)
     mean = sums.of(x) / jnp.asarray(sums.counts, x.dtype)
-    return jnp.broadcast_to(sums.spread(mean), x.shape)
+    return jnp.broadcast_to(sums.broadcast(mean), x.shape)
 
 
 @pytest.mark.parametrize(("name", "over"), list(itertools.product(LEAVES, OVERS)))

@@ -1,14 +1,12 @@
 """The notebooks: their cells run in order, at a small size, and what they show is kept in them."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import printed_by
 
 NOTEBOOKS = Path(__file__).parents[1] / "examples/notebooks"
 # For each, what makes it small, and what holds at the end.
@@ -52,18 +50,7 @@ def test_its_cells_run_in_order(name: str):
     for full, small in SMALL[name].items():
         assert program.count(full) == 1
         program = program.replace(full, small)
-    quick = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "MPLBACKEND": "agg"}
-    process = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=NOTEBOOKS,
-        env=os.environ | quick,
-    )
-    assert process.returncode == 0, process.stderr
-    assert "MuonWarning" not in process.stderr
+    printed_by(program, folder=NOTEBOOKS, MPLBACKEND="agg")
 
 
 @pytest.mark.parametrize("name", SMALL)

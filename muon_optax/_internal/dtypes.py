@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["as_dtype", "compute_dtype", "wide_dtype"]
+__all__ = ["as_dtype", "compute_dtype", "scaled", "wide_dtype"]
 
 
 def wide_dtype(*dtypes: Any) -> jnp.dtype:
@@ -37,3 +37,15 @@ def compute_dtype(ns_dtype: Any, own: Any) -> Any:
     if jnp.issubdtype(own, jnp.complexfloating):
         return wide_dtype(ns_dtype, jnp.complex64)
     return jnp.finfo(ns_dtype).dtype
+
+
+def scaled(x: jax.Array, factor: jax.Array | None) -> jax.Array:
+    """The array times a factor, formed in float32 at least, in its own dtype; None is 1.
+
+    Example:
+      >>> scaled(jnp.ones(2, "bfloat16"), jnp.float32(2.0)).tolist()
+      [2.0, 2.0]
+    """
+    if factor is None:
+        return x
+    return as_dtype(factor * as_dtype(x, wide_dtype(x.dtype)), x.dtype)

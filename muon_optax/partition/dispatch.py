@@ -1,6 +1,6 @@
 """Hands each leaf to its optimizer: `optax.partition` over an assignment made from the tree."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -88,15 +88,17 @@ def dispatch(
 
     def update(updates, state, params=None, **extra_args):
         _check_kind(state)
+        by_label = _moments(state)
+        momenta = by_label["muon"] | by_label["adam"]
         # Rules look at the whole tree, and must see what they saw at init.
-        all_leaves = filled(updates, _momenta(state))
+        all_leaves = filled(updates, momenta)
         if params is not None:
             params = without_absent(params, updates)
-        _check_gradients(updates, params, state)
+        _check_gradients(updates, params, momenta)
         bound = _bind(config, all_leaves, updates, params)
-        _check_labels(bound.assignment, state)
-        wanted = None if params is None else _only_floats(params)
         has_frozen = "frozen" in state.inner_states
+        _check_labels(bound.assignment, by_label, has_frozen=has_frozen)
+        wanted = None if params is None else _only_floats(params)
         floats, state = partitioned(updates, bound, has_frozen).update(
             _only_floats(updates), state, wanted, **extra_args
         )
@@ -236,12 +238,7 @@ def _moments(state: Any) -> dict[str, dict[Segments, Any]]:
     return {label: dict(leaves_with_segments(first.mu)) for label, first in firsts.items()}
 
 
-def _momenta(state: Any) -> dict[Segments, Any]:
-    """The momenta of both halves by path."""
-    return {path: x for tree in _moments(state).values() for path, x in tree.items()}
-
-
-def _check_gradients(updates: Any, params: Any, state: Any) -> None:
+def _check_gradients(updates: Any, params: Any, momenta: Mapping[Segments, Any]) -> None:
     """Raises for gradients that aren't those of the parameters, or of the state's momenta.
 
     Where there is no gradient, None or masked, the parameters may have anything.
@@ -249,7 +246,6 @@ def _check_gradients(updates: Any, params: Any, state: Any) -> None:
     trees = {"gradient": updates} | ({} if params is None else {"parameter": params})
     leaves = {what: present_leaves(tree, updates) for what, tree in trees.items()}
     check_arrays(list(leaves.get("parameter", {}).items()))
-    momenta = _momenta(state)
     problems = []
     for path in {path: None for tree in leaves.values() for path in tree}:
         found = {what: tree.get(path) for what, tree in leaves.items()}
@@ -271,11 +267,13 @@ def _fit(leaf: Any) -> Any:
     return tuple(jnp.shape(leaf)) if is_float_leaf(leaf) else "no float"
 
 
-def _check_labels(assignment: Assignment, state: Any) -> None:
+def _check_labels(
+    assignment: Assignment, by_label: Mapping[str, Mapping[Segments, Any]], *, has_frozen: bool
+) -> None:
     """Raises where a leaf goes on with another optimizer than its state was made for."""
-    had = {path: label for label, moments in _moments(state).items() for path in moments}
+    had = {path: label for label, moments in by_label.items() for path in moments}
     has = {d.segments: d.label for d in assignment.decisions if d.reason != NOT_FLOAT}
-    stateless = "frozen" if "frozen" in state.inner_states else "absent"
+    stateless = "frozen" if has_frozen else "absent"
     changed = [
         f"{path_name(p)}: {had.get(p, stateless)} in the state, {has.get(p, 'absent')} now"
         for p in {**had, **has}

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
-from muon_optax._internal.tree_paths import Segments
+from muon_optax._internal.tree_paths import Segments, raise_all
 from muon_optax.partition.names import names_of
 from muon_optax.partition.roles import roles_of
 from muon_optax.partition.tree import Described, Role, Shape
@@ -19,6 +19,7 @@ __all__ = [
     "RolePattern",
     "Rule",
     "Shape",
+    "check_patterns",
     "first_match",
     "first_rules",
     "has_run",
@@ -215,3 +216,13 @@ def unmatched(patterns: Iterable[str], paths: Sequence[Segments]) -> list[str]:
       ['mpl']
     """
     return [p for p in patterns if not any(has_run(path, p) for path in paths)]
+
+
+def check_patterns(option: str, patterns: Iterable[str], paths: Sequence[Segments]) -> None:
+    """Raises for patterns of an option that match none of Muon's leaves, if there are any leaves.
+
+    Raises:
+      ValueError: listing the patterns.
+    """
+    unused = unmatched(patterns, paths) if paths else []
+    raise_all(list(map(repr, unused)), f"these patterns of {option} match no leaf of Muon's:")

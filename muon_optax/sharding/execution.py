@@ -12,9 +12,9 @@ from jax.core import Tracer
 
 from muon_optax._internal.checks import check_choice, check_static
 from muon_optax._internal.dtypes import compute_dtype
-from muon_optax._internal.tree_paths import Segments, raise_all
+from muon_optax._internal.tree_paths import Segments
 from muon_optax._internal.warnings import warn_about
-from muon_optax.partition import first_match, unmatched
+from muon_optax.partition import check_patterns, first_match
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.placement import place, to_types_of
 from muon_optax.sharding.planning.buckets import Bucket, WorkSlice
@@ -102,11 +102,9 @@ class ExecutionOptions:
 
     def check_patterns(self, leaves: Sequence[BoundLeaf]) -> None:
         """Raises for patterns of `strategy` that match no leaf, as a mistyped name does."""
-        if isinstance(self.strategy, str) or not leaves:
-            return
-        patterns = (pattern for pattern, _ in self.strategy)
-        unused = unmatched(patterns, [leaf.segments for leaf in leaves])
-        raise_all(list(map(repr, unused)), "these patterns of strategy match no leaf of Muon's:")
+        if not isinstance(self.strategy, str):
+            patterns = (pattern for pattern, _ in self.strategy)
+            check_patterns("strategy", patterns, [leaf.segments for leaf in leaves])
 
     def prepare(
         self, updates: Any, mu: Any, like: Any, leaves: Sequence[BoundLeaf], ns_dtype: Any

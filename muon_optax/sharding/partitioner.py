@@ -41,13 +41,13 @@ def partitioner_cost(
     Returns:
       The cost.
     """
-    spread = leaf.sharding.count(leaf.batch_axes)
+    shards = leaf.sharding.count(leaf.batch_axes)
     itemsize = jnp.dtype(leaf.dtype).itemsize
     received, flops = _one_matrix(leaf, newton_schulz or NewtonSchulz(resolve_schedule()))
-    if loops > 1 and spread > 1:
-        count *= spread
+    if loops > 1 and shards > 1:
+        count *= shards
         slices = math.prod(leaf.shape[a] for a in leaf.view.stack_axes) * itemsize
-        received += loops * slices // leaf.sharding.count(leaf.shard_axes) * (spread - 1) // spread
+        received += loops * slices // leaf.sharding.count(leaf.shard_axes) * (shards - 1) // shards
     received, flops = count * received, count * flops
     axes = (*leaf.batch_axes, *leaf.shard_axes)
     mesh = leaf.sharding.mesh

@@ -8,7 +8,7 @@ import numpy as np
 
 from muon_optax._internal.checks import check_number, check_static
 from muon_optax._internal.tree_paths import Segments, raise_all
-from muon_optax.partition import first_match, unmatched
+from muon_optax.partition import check_patterns, first_match
 from muon_optax.sharding.blocks import BlockedLeaf, blocked, uncut_sides
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.transforms.shape_scale import Scaling
@@ -75,12 +75,9 @@ class BlockPeriodic:
         Raises:
           ValueError: listing the patterns, or the leaves.
         """
-        if not leaves:
-            return
         if not self._is_pair:
             patterns = [pattern for pattern, _ in self.blocks]  # pyright: ignore
-            unused = unmatched(patterns, [leaf.segments for leaf in leaves])
-            raise_all(list(map(repr, unused)), "these patterns of blocks match no leaf of Muon's:")
+            check_patterns("blocks", patterns, [leaf.segments for leaf in leaves])
         problems = []
         for leaf in leaves:
             counts = self.counts_of(leaf.segments)

@@ -92,7 +92,7 @@ class _Brake:
         for i, ((sums, w, x), old) in enumerate(zip(rows, arrays, strict=True)):
             by = self._by_norm if self.form == "norm" else self._by_component
             of_weights, of_step = by(*summed[3 * i : 3 * i + 3])
-            new = sums.spread(of_weights) * w + sums.spread(of_step) * x
+            new = sums.broadcast(of_weights) * w + sums.broadcast(of_step) * x
             results.append(new.astype(old.dtype))
         return treedef.unflatten(results), state
 

@@ -16,7 +16,7 @@ import optax
 from jax.core import Tracer
 
 from muon_optax._internal.checks import check_decay, check_flag, check_float_dtype
-from muon_optax._internal.dtypes import wide_dtype
+from muon_optax._internal.dtypes import scaled, wide_dtype
 from muon_optax._internal.tree_paths import cast_like, restructured_like
 from muon_optax.orthogonalization import Coefficients, Method, PrecisionName, Preconditioning
 from muon_optax.partition import Views
@@ -48,7 +48,6 @@ from muon_optax.transforms.shape_scale import (
     Scaling,
     factor_of_leaf,
     resolve_scaling,
-    scaled,
 )
 from muon_optax.transforms.stage import MatrixTransformation, Stage, matrix_transformation
 

@@ -131,5 +131,5 @@ class _EntryScaling:
         for sums, x, squared in zip(found, scaled, of_squares, strict=True):
             rms, eps = (jnp.asarray(value, squared.dtype) for value in (self.rms, self.eps))
             root = jnp.sqrt(sums.counts.astype(squared.dtype))
-            results.append(x * sums.spread(quotient(rms * root, jnp.sqrt(squared) + eps)))
+            results.append(x * sums.broadcast(quotient(rms * root, jnp.sqrt(squared) + eps)))
         return results

@@ -82,7 +82,7 @@ class Sums(Protocol):
         """The shape of the sums of an array of this shape."""
         ...
 
-    def spread(self, sums: jax.Array) -> jax.Array:
+    def broadcast(self, sums: jax.Array) -> jax.Array:
         """Values for each sum, as an array that broadcasts against the leaf."""
         ...
 
@@ -107,7 +107,7 @@ class MatrixSums:
       >>> blocks = MatrixSums(leaf, ("reduction", "output"))
       >>> blocks.of(x).tolist(), blocks.counts.tolist()
       ([[[4.0, 24.0]]], [2.0, 6.0])
-      >>> blocks.spread(blocks.of(x)).tolist()
+      >>> blocks.broadcast(blocks.of(x)).tolist()
       [[4.0, 24.0, 24.0, 24.0]]
     """
 
@@ -133,7 +133,7 @@ class MatrixSums:
         kept = tuple(1 if d in self.dims else n for d, n in enumerate(shape))
         return (*kept, len(self.leaf.view.block_sizes)) if self._sums_blocks else kept
 
-    def spread(self, sums: jax.Array) -> jax.Array:
+    def broadcast(self, sums: jax.Array) -> jax.Array:
         """Values for each sum, as an array that broadcasts against the leaf."""
         if not self._sums_blocks:
             return sums
@@ -209,7 +209,7 @@ class AxisSums:
         """The shape of the sums of an array of this shape."""
         return tuple(1 if d in self.dims else n for d, n in enumerate(shape))
 
-    def spread(self, sums: jax.Array) -> jax.Array:
+    def broadcast(self, sums: jax.Array) -> jax.Array:
         """The sums, which broadcast against the leaf as they are."""
         return sums
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from muon_optax._internal.checks import check_choice, check_decay, check_flag
-from muon_optax._internal.dtypes import wide_dtype
+from muon_optax._internal.dtypes import scaled
 from muon_optax._internal.tree_paths import restructured_like
 from muon_optax.partition import Views
 from muon_optax.sharding.bound_leaf import BoundLeaf
@@ -84,13 +84,13 @@ class Namo:
         factor = quotient(jnp.sqrt(of_mix), jnp.sqrt(nu) + jnp.asarray(self.eps, nu.dtype))
         if self.each == "input":
             inputs = MatrixSums(leaf, ("reduction",))
-            mean = inputs.spread(inputs.of(factor) / inputs.counts.astype(nu.dtype))
+            mean = inputs.broadcast(inputs.of(factor) / inputs.counts.astype(nu.dtype))
             factor = jnp.clip(factor, self.clamp * mean, mean / self.clamp)
         if self.bias_correction:
             t = count.astype(nu.dtype)
             rest, rest2 = (1 - jnp.asarray(x, nu.dtype) ** t for x in (beta, self.beta2))
             factor = factor * (jnp.sqrt(rest2) / (rest + 1e-12))
-        return self.sums(leaf).spread(factor)
+        return self.sums(leaf).broadcast(factor)
 
 
 @holds_moments("nu")
@@ -248,10 +248,7 @@ class _Namo:
         beta = self.momentum.beta
         factors = [self.factor.of(*row, muon.count, beta) for row in rows]
         arrays, treedef = jax.tree.flatten(direction)
-        results = [
-            (x.astype(wide_dtype(x.dtype)) * f).astype(x.dtype)
-            for x, f in zip(arrays, factors, strict=True)
-        ]
+        results = [scaled(x, f) for x, f in zip(arrays, factors, strict=True)]
         nu = restored(new, updates, state.nu)
         return treedef.unflatten(results), NamoState(muon, nu, then)
 

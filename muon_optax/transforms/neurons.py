@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from muon_optax._internal.checks import check_choice, check_decay, check_number
-from muon_optax._internal.dtypes import wide_dtype
+from muon_optax._internal.dtypes import scaled
 from muon_optax.partition import Views
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.transforms.matrix_sums import MatrixSums, Role, all_sums, quotient, squares
@@ -157,7 +157,7 @@ class _NeuronScaling:
         for (i, role), factor, nu in self._factors(rows, moments):
             factors[i][role], moments[role][i] = factor, nu
         results = [
-            (x.astype(wide_dtype(x.dtype)) * self._joined(leaf, of_leaf)).astype(x.dtype)
+            scaled(x, self._joined(leaf, of_leaf))
             for (leaf, x), of_leaf in zip(rows, factors, strict=True)
         ]
         nu = restored(moments["output"], updates, state.nu)
@@ -196,7 +196,7 @@ class _NeuronScaling:
             rest = [MatrixSums(rows[i][0], (role,)) for i, role in keys]
             gains = self._restored(rest, of_neurons, gains)
         for key, sums, gain, nu in zip(keys, averaged, gains, new, strict=True):
-            yield key, sums.spread(gain), nu
+            yield key, sums.broadcast(gain), nu
 
     def _restored(
         self, rest: list[MatrixSums], of_neurons: list[jax.Array], gains: list[jax.Array]
@@ -212,7 +212,7 @@ class _NeuronScaling:
         for i, (sums, _, gain) in enumerate(rows):
             got = found[i]
             wanted = found[len(rows) + i] if is_norm else self._squares_wanted(sums.leaf, got)
-            results.append(gain * sums.spread(jnp.sqrt(quotient(wanted, got))))
+            results.append(gain * sums.broadcast(jnp.sqrt(quotient(wanted, got))))
         return results
 
     def _joined(self, leaf: BoundLeaf, factors: dict[Role, jax.Array]) -> jax.Array:

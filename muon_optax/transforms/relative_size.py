@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from muon_optax._internal.checks import check_choice, check_number
-from muon_optax._internal.dtypes import wide_dtype
+from muon_optax._internal.dtypes import scaled
 from muon_optax.partition import Views
 from muon_optax.transforms.matrix_sums import MatrixSums, Role, all_sums, quotient, squares
 from muon_optax.transforms.stage import Leaves, MatrixTransformation, Stage
@@ -126,7 +126,7 @@ def _sized(
         )
         pairs = zip(squared[: len(found)], squared[len(found) :], strict=True)
         results = [
-            (x.astype(wide_dtype(x.dtype)) * sums.spread(factor(*pair))).astype(x.dtype)
+            scaled(x, sums.broadcast(factor(*pair)))
             for sums, x, pair in zip(found, arrays, pairs, strict=True)
         ]
         return treedef.unflatten(results), state

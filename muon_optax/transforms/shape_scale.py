@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from muon_optax._internal.checks import check_choice, check_number
-from muon_optax._internal.dtypes import as_dtype, wide_dtype
+from muon_optax._internal.dtypes import scaled, wide_dtype
 from muon_optax.partition import Views
 from muon_optax.sharding.options import ShardingOptions
 from muon_optax.sharding.specs import LeafSharding
@@ -168,10 +168,3 @@ def factor_of_leaf(
     factor = jnp.asarray(view.per_block(values), jnp.finfo(wide).dtype)
     # Inside a shard_map a block has a part of the fused axis.
     return sharding.block_of(factor) if factor.ndim else factor
-
-
-def scaled(x: jax.Array, factor: jax.Array | None) -> jax.Array:
-    """The array times a factor, formed in float32 at least; None is 1."""
-    if factor is None:
-        return x
-    return as_dtype(factor * as_dtype(x, wide_dtype(x.dtype)), x.dtype)

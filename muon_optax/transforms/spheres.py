@@ -207,7 +207,7 @@ class _Steps:
         norm = jnp.sqrt(jnp.maximum(of_weights + grown, 0))
         shrinks = jnp.where(radius == 0, 0, quotient(missing - grown, norm * (norm + radius)))
         step = shrinks + 1
-        of_weights_left, of_step = sums.spread(shrinks), sums.spread(step * size)
+        of_weights_left, of_step = sums.broadcast(shrinks), sums.broadcast(step * size)
         return (of_weights_left * weights - of_step * wide).astype(direction.dtype)
 
 
