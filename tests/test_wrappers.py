@@ -7,7 +7,7 @@ import optax
 import pytest
 from running import dtypes, first_update, run
 
-from muon_optax.transforms.wrappers import in_float32, sharded_like_parameters
+from muon_optax.transforms.wrappers import in_float32
 
 PARAMS = {"w": jnp.array([1.0, 2.0]), "b": jnp.array(3.0)}
 
@@ -56,34 +56,3 @@ def test_extra_arguments_get_through():
     tx = in_float32(inner)
     update, _ = tx.update(jnp.full(2, 2.0, jnp.bfloat16), optax.EmptyState(), value=3.0)
     np.testing.assert_array_equal(update, [6, 6])
-
-
-def test_state_has_the_values_and_dtypes_of_the_inner_one():
-    inner = optax.chain(optax.scale_by_adam(mu_dtype=jnp.bfloat16), optax.scale(-1.0))
-    want, got = inner.init(PARAMS), sharded_like_parameters(inner).init(PARAMS)
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert (g.dtype, g.shape, g.weak_type) == (w.dtype, w.shape, False)
-        np.testing.assert_array_equal(g, w)
-
-
-def test_state_is_complex_where_the_parameter_is():
-    tx = sharded_like_parameters(optax.trace(0.9, accumulator_dtype=jnp.bfloat16))
-    state = tx.init({"c": jnp.ones(2, jnp.complex64), "r": jnp.ones(2)})
-    assert [x.dtype for x in jax.tree.leaves(state)] == [jnp.complex64, jnp.bfloat16]
-
-
-def test_state_is_sharded_like_the_parameters_without_a_context():
-    mesh = jax.make_mesh((1,), ("x",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-    params = jax.device_put(jnp.ones(4), sharding)
-    init = jax.jit(sharded_like_parameters(optax.scale_by_adam()).init)
-    _, mu, nu = jax.tree.leaves(init(params))
-    assert mu.sharding == nu.sharding == sharding
-
-
-def test_masked_and_missing_leaves():
-    params = {"a": optax.MaskedNode(), "b": None, "c": jnp.ones(2)}
-    adam = optax.scale_by_adam()
-    got, want = (tx.init(params) for tx in (sharded_like_parameters(adam), adam))
-    assert jax.tree.structure(got) == jax.tree.structure(want)

@@ -5,13 +5,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
 from muon_optax._internal.checks import check_decay, check_float_dtype, check_mask, check_number
+from muon_optax.transforms.moments import moment_dtype, zeros_like_parameter
 from muon_optax.transforms.stage import as_stage, bound_transformation, in_order
 from muon_optax.transforms.weight_decay import decayed_weights
-from muon_optax.transforms.wrappers import in_float32, sharded_like_parameters, widened
+from muon_optax.transforms.wrappers import in_float32, widened
 
 __all__ = ["adamw_step"]
 
@@ -66,47 +68,49 @@ def adamw_step(
         check_decay(name, value, below=math.inf)
     options = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root, "nesterov": nesterov}
 
-    def chain(dtype: Any) -> optax.GradientTransformation:
-        stages = {
-            "moments": as_stage(_traced_once(optax.scale_by_adam(mu_dtype=dtype, **options))),
-            "weight_decay": as_stage(decayed_weights(weight_decay, weight_decay_mask)),
-            "learning_rate": as_stage(optax.scale_by_learning_rate(learning_rate)),
-        }
-        return bound_transformation(in_order(stages, tuple(stages)), [])
-
-    # Only init knows the dtype, which `in_float32` then keeps: optax would cast a complex moment.
-    init, update = sharded_like_parameters(chain(mu_dtype)).init, chain(None).update
+    stages = {
+        "moments": as_stage(_scale_by_adam(mu_dtype, options)),
+        "weight_decay": as_stage(decayed_weights(weight_decay, weight_decay_mask)),
+        "learning_rate": as_stage(optax.scale_by_learning_rate(learning_rate)),
+    }
+    chain = bound_transformation(in_order(stages, tuple(stages)), [])
 
     def update_wide(updates, state, params=None):
         # optax raises a Python float to an int32 count, which strict promotion would refuse.
         with jax.numpy_dtype_promotion("standard"):
-            return update(updates, widened(state), params)
+            return chain.update(updates, widened(state), params)
 
-    return in_float32(optax.GradientTransformation(init, update_wide))
+    return in_float32(optax.GradientTransformation(chain.init, update_wide))
 
 
-def _traced_once(
-    adam: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
-    """Calls `optax.scale_by_adam` on each leaf by itself, inside a `jax.jit`.
+def _scale_by_adam(mu_dtype: Any, options: dict[str, Any]) -> optax.GradientTransformationExtraArgs:
+    """`optax.scale_by_adam` of each leaf by itself, with moments sharded like the parameters.
 
     Adam's update of a leaf is some twenty operations, and a model has hundreds of biases and norms
-    of a few shapes. JAX traces the function of an inner `jit` once for each kind of argument and
-    then only refers to it, so a tree of 500 biases takes a fifth of the time to trace, and its
+    of a few shapes. JAX traces the function of an inner `jax.jit` once for each kind of argument
+    and then only refers to it, so a tree of 500 biases takes a fifth of the time to trace, and its
     program is shorter to lower. XLA inlines the calls before it fuses, so what runs is the same.
 
-    Args:
-      adam: a transformation with optax's `ScaleByAdamState`, which treats leaves one by one.
-
-    Returns:
-      The transformation, with the same state.
+    The state is optax's `ScaleByAdamState`, but not by optax's `init`: its `zeros_like` loses the
+    sharding under `jit`, where it raises on Explicit meshes without a context and puts all on
+    device 0 on Auto ones. Moments of complex parameters are complex, and those of real ones real,
+    whatever `mu_dtype` is.
     """
+    adam = optax.scale_by_adam(**options)
 
     @jax.jit
     def update_leaf(grad, mu, nu, count):
         update, new = adam.update(grad, optax.ScaleByAdamState(count, mu, nu))
         _, mu, nu = jax.tree.leaves(new)
         return update, mu, nu
+
+    def init(params):
+        def zeros(dtype):
+            return jax.tree.map(
+                lambda p: zeros_like_parameter(p, moment_dtype(dtype or p.dtype, p.dtype)), params
+            )
+
+        return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), zeros(mu_dtype), zeros(None))
 
     def update(updates, state, params=None, **extra_args):
         del extra_args
@@ -121,4 +125,4 @@ def _traced_once(
         count = optax.safe_increment(state.count)
         return new, optax.ScaleByAdamState(count, mu, nu)
 
-    return optax.GradientTransformationExtraArgs(adam.init, update)
+    return optax.GradientTransformationExtraArgs(init, update)

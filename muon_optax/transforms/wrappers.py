@@ -1,20 +1,18 @@
-"""Small wrappers around optax transformations that keep dtypes and shardings."""
+"""Small wrappers around optax transformations: dtypes, and leaves without a gradient."""
 
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from muon_optax._internal.dtypes import as_dtype, wide_dtype
 from muon_optax._internal.leaf_types import is_float_leaf
 from muon_optax._internal.tree_paths import cast_like, with_leaves, without_absent
-from muon_optax.transforms.moments import map_moments, moment_dtype, zeros_like_parameter
+from muon_optax.transforms.moments import map_moments
 
 __all__ = [
     "in_float32",
     "passing_over",
-    "sharded_like_parameters",
     "widened",
 ]
 
@@ -39,35 +37,11 @@ def widened(tree: Any) -> Any:
     """The tree with its floating-point leaves in float32 at least.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> widened({"mu": jnp.ones(2, "bfloat16"), "count": jnp.ones((), "int32")})
       {'count': Array(1, dtype=int32), 'mu': Array([1., 1.], dtype=float32)}
     """
     return jax.tree.map(lambda x: as_dtype(x, wide_dtype(x.dtype)) if is_float_leaf(x) else x, tree)
-
-
-def sharded_like_parameters(
-    inner: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
-    """Shards the per-parameter state of `inner`, zero at first, like the parameters.
-
-    optax's `zeros_like` loses the sharding under `jit`: it raises on Explicit meshes without a
-    context and puts all on device 0 on Auto ones. State of complex parameters is complex, and that
-    of real ones real, whatever dtype `inner` is told to keep it in.
-    """
-    inner = optax.with_extra_args_support(inner)
-
-    def init(params):
-        shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
-        state = jax.eval_shape(inner.init, shapes)
-        return optax.tree_map_params(
-            inner,
-            lambda s, p: zeros_like_parameter(p, moment_dtype(s.dtype, p.dtype)),
-            state,
-            params,
-            transform_non_params=lambda s: jnp.zeros(s.shape, s.dtype),
-        )
-
-    return optax.GradientTransformationExtraArgs(init, inner.update)
 
 
 def passing_over(
