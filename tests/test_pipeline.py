@@ -62,8 +62,8 @@ def test_several_steps_are_those_of_one_device(dtypes, overlaps):
     for grad in grads:
         placed = jax.device_put(grad, sharded.shardings(LEAVES, mesh))
         state = tx.init(placed) if state is None else state
-        got, state = sharded.jit(tx.update, donate_argnums=(0, 1))(placed, state)
-        want, want_state = sharded.jit(alone.update)(grad, want_state)
+        got, state = jax.jit(tx.update, donate_argnums=(0, 1))(placed, state)
+        want, want_state = jax.jit(alone.update)(grad, want_state)
         for name, leaf in LEAVES.items():
             assert got[name].dtype == state.mu[name].dtype == own
             error = reference.relative_error(*map(as_float, (state.mu[name], want_state.mu[name])))
@@ -92,7 +92,7 @@ def test_results_that_end_elsewhere_have_a_place_of_their_own(dtype):
         max_workspace_bytes=1,
     )
     placed = jax.device_put(grads, home)
-    updates, _ = sharded.jit(tx.update)(placed, sharded.jit(tx.init)(placed))
+    updates, _ = jax.jit(tx.update)(placed, jax.jit(tx.init)(placed))
     for name, want in sharded.answers(leaves, grads).items():
         sharded.assert_sharded(updates[name], home)
         bar = 1e-5 if dtype == "float32" else 4e-2
@@ -104,7 +104,7 @@ def test_orthogonalize_alone_is_held_back_too():
     x = leaf.gradient(0)
     placed = jax.device_put(x, NamedSharding(make_mesh({"f": 8}), leaf.spec))
     tx = orthogonalize(sharded.FAST, weight_dimension_numbers=STACK, device=OVERLAPPING)
-    found, _ = sharded.jit(tx.update)(placed, tx.init(placed))
+    found, _ = jax.jit(tx.update)(placed, tx.init(placed))
     want = sharded.answers({"w": leaf}, {"w": x})["w"]  # the first mix has the gradient's direction
     assert sharded.worst_error(leaf, found, want) <= 1e-5
     text = jax.jit(tx.update).lower(placed, tx.init(placed)).as_text()
@@ -118,6 +118,22 @@ def lowered(count: int) -> str:
     tx = scale_by_muon(weight_dimension_numbers=STACK, device=OVERLAPPING)
     w = jax.ShapeDtypeStruct(leaf.shape, "float32", sharding=where)
     return jax.jit(tx.update).lower(w, jax.eval_shape(tx.init, w)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "overlaps", "loops"),
+    [("all_to_all", True, 0), ("all_to_all", False, 1), ("local", True, 1)],
+)
+def test_what_is_sent_is_not_orthogonalised_in_a_loop(strategy, overlaps, loops):
+    """XLA on GPUs hides no collective under a loop."""
+    batch = 16 * 32  # one matrix
+    device = DeviceModel("one", 1e15, 1e15, 1e9, overlaps=overlaps, batch_elements=batch)
+    spec = P(None, "f") if strategy == "all_to_all" else P("f")
+    where = NamedSharding(make_mesh({"f": 8}), spec)
+    tx = scale_by_muon(weight_dimension_numbers=STACK, strategy=strategy, device=device)
+    w = jax.ShapeDtypeStruct((32, *WIDE), "float32", sharding=where)
+    text = jax.jit(tx.update).lower(w, jax.eval_shape(tx.init, w)).as_text()
+    assert len(re.findall(r"stablehlo\.while", text)) == loops
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -220,7 +236,7 @@ def test_derivatives_pass_through_the_rounds(count):
 
     def slope(tx, grad):
         state = tx.init(grad)
-        return sharded.jit(jax.grad(lambda g: jnp.sum(jnp.sin(tx.update(g, state)[0]))))(grad)
+        return jax.jit(jax.grad(lambda g: jnp.sum(jnp.sin(tx.update(g, state)[0]))))(grad)
 
     assert reference.relative_error(slope(tx, placed), np.asarray(slope(alone, x))) <= 1e-5
 
@@ -315,7 +331,7 @@ def test_a_function_may_close_over_what_is_traced():
 
     with jax.checking_leaks():  # raises if anything keeps a tracer
         jax.eval_shape(update, placed, 2.0)
-    found = sharded.jit(update)(placed, 2.0)
+    found = jax.jit(update)(placed, 2.0)
     assert reference.relative_error(found, 2 * reference.mixes([grad])[0]) <= 1e-6
 
 

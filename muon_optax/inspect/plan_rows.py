@@ -302,7 +302,8 @@ def _partitioner_rows(
     """Rows of leaves whose sharding the trace can't see, and what declaring it would make them."""
     iteration = config.direction.orthogonalizer.newton_schulz
     for row, leaf in _planned_rows(config, declared, {})[1]:
-        turns = loop_turns(leaf.view.batch, leaf.view.fan_in * leaf.view.fan_out)
+        elements = leaf.view.fan_in * leaf.view.fan_out
+        turns = loop_turns(leaf.view.batch, elements, model.batch_elements)
         cost = partitioner_cost(leaf, row.count, turns, iteration, model)
         yield dataclasses.replace(
             row,

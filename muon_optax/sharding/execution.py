@@ -203,7 +203,7 @@ class ExecutionOptions:
         return run_buckets(
             buckets,
             leaves,
-            orthogonalizer,
+            dataclasses.replace(orthogonalizer, batch_elements=device.batch_elements),
             elementwise,
             scalars,
             operands,

@@ -31,6 +31,9 @@ __all__ = ["least_workspace", "plan_leaves"]
 _LEAST_WORKSPACE = 2**28
 _WORKSPACE_MATRICES = 6
 
+# How many latencies sending a chunk takes at least, where matmuls hide it.
+_LATENCIES = 5
+
 
 @functools.lru_cache(maxsize=256)
 def plan_leaves(
@@ -221,16 +224,27 @@ class _Chooser:
         """
         held = self.budget // max(1, workload.matrix_bytes)
         at_once = max(1, (held - 2) // strategy.copies_held)
-        bandwidth = self.device.bandwidth_over(workload.shard_axes, dict(workload.sizes))
-        is_large = workload.matrix_bytes / bandwidth > 5 * self.device.latency
-        if self.device.overlaps and is_large and strategy.communicates:
-            # Several large matrices are orthogonalised in a loop, under which XLA hides less of a
-            # collective than under plain matmuls. So those go one by one of which each takes much
-            # longer to send than the latency.
-            at_once = 1
+        if self.device.overlaps and strategy.communicates:
+            # The first chunk has nothing to arrive under and the last one nothing to leave under.
+            # So chunks are small: as few matrices as take much longer to send than the latency.
+            bandwidth = self.device.bandwidth_over(workload.shard_axes, dict(workload.sizes))
+            seconds = workload.matrix_bytes / bandwidth
+            at_once = min(at_once, math.ceil(_LATENCIES * self.device.latency / seconds))
         elif not strategy.communicates and self.are_single and self.leaf.sharding.is_known:
-            at_once = min(at_once, group_size(count, workload.rows * workload.columns))
-        return min(count, at_once * strategy.round_size(workload))
+            elements = workload.rows * workload.columns
+            at_once = min(at_once, group_size(count, elements, self.device.batch_elements))
+        round_size = strategy.round_size(workload)
+        if at_once * round_size >= count:
+            return count
+        return round_size * self._evenly(at_once, round_size)
+
+    def _evenly(self, at_once: int, round_size: int) -> int:
+        """About so many rounds, if possible such that they cut a leaf in equal chunks.
+
+        Equal chunks are a loop, and compiled once.
+        """
+        rounds = range(at_once, at_once // 2, -1)
+        return next((n for n in rounds if self.leaf.count % (n * round_size) == 0), at_once)
 
     def _reason(self, strategy: Strategy, count: int, workload: Workload) -> str:
         if not self.leaf.sharding.is_known:

@@ -30,11 +30,6 @@ __all__ = [
 
 OrthogonalizeFunction = Callable[[jax.Array], jax.Array]
 
-# Small matrices are multiplied in batches of about this many elements, large ones one by one:
-# on CPU a batch of 32 matrices of 64 x 256 takes 0.63 of the time of as many single ones, and a
-# batch dim in front of a large matrix costs 1.3 to 1.5.
-_BATCH_ELEMENTS = 2**18
-
 # Leaves whose results are cut from one array, at least. XLA on CPU compiles one kernel for each
 # place of a cut (about 15 ms), and groups of one size share them; smaller groups make more loops.
 _GROUP_LEAVES = 16
@@ -47,10 +42,13 @@ class Orthogonalizer:
     Attributes:
       function: a function on (batch, m, n).
       adaptive: multiply the result by its inner product with the input, the dual norm.
+      batch_elements: elements of the matrices that are multiplied in one batch, about: stacks of
+        more go through a loop of batches. None is no loop. The device's model has the number.
     """
 
     function: OrthogonalizeFunction
     adaptive: bool = False
+    batch_elements: int | None = None
 
     @property
     def newton_schulz(self) -> NewtonSchulz | None:
@@ -87,9 +85,9 @@ class Orthogonalizer:
         return _times(y, jax.lax.psum(_inner(x, y), axes))
 
     def _in_batches(self, x: jax.Array) -> jax.Array:
-        """Applies the function to (batch, m, n) in batches whose size suits the matrices."""
+        """Applies the function to (batch, m, n) in batches whose size suits the device."""
         count, m, n = x.shape
-        batch = _batch_size(count, m * n)
+        batch = _batch_size(count, m * n, self.batch_elements or x.size)
         if batch == count:
             return self._apply(x)
 
@@ -139,35 +137,51 @@ def make_orthogonalizer(
     return Orthogonalizer(orthogonalizer, adaptive)
 
 
-def group_size(count: int, elements: int) -> int:
+def group_size(count: int, elements: int, batch_elements: int) -> int:
     """In how large equal groups to join `count` leaves of one matrix each.
 
     Of two batches or more: groups that need no loop took 1.1 times a step's time on CPU, and 1.7
     times its workspace.
 
+    Args:
+      count: how many leaves.
+      elements: of a matrix.
+      batch_elements: as the device's model has it.
+
+    Returns:
+      A divisor of `count`.
+
     Example:
-      >>> group_size(48, 1024 * 1024), group_size(48, 64 * 64), group_size(12, 1024 * 1024)
-      (16, 48, 12)
+      >>> [group_size(48, n * n, 2**18) for n in (1024, 64)], group_size(12, 1024 * 1024, 2**18)
+      ([16, 48], 12)
     """
-    batch = _batch_size(count, elements)
+    batch = _batch_size(count, elements, batch_elements)
     least = max(_GROUP_LEAVES, 2 * batch)
     sizes = (n for n in range(least, count) if count % n == 0 and n % batch == 0)
     return next(sizes, count)
 
 
-def loop_turns(count: int, elements: int) -> int:
+def loop_turns(count: int, elements: int, batch_elements: int) -> int:
     """In how many turns of a loop `count` stacked matrices are orthogonalised.
 
+    Args:
+      count: how many matrices.
+      elements: of a matrix.
+      batch_elements: as the device's model has it.
+
+    Returns:
+      The number of turns.
+
     Example:
-      >>> loop_turns(16, 64 * 256), loop_turns(16, 128 * 1024)
+      >>> loop_turns(16, 64 * 256, 2**18), loop_turns(16, 128 * 1024, 2**18)
       (1, 8)
     """
-    return count // _batch_size(count, elements) if count else 0
+    return count // _batch_size(count, elements, batch_elements) if count else 0
 
 
-def _batch_size(count: int, elements: int) -> int:
+def _batch_size(count: int, elements: int, batch_elements: int) -> int:
     """How many of `count` matrices are multiplied at once: a divisor of `count`."""
-    limit = max(1, _BATCH_ELEMENTS // elements)
+    limit = max(1, batch_elements // elements)
     return next(d for d in range(min(count, limit), 0, -1) if count % d == 0)
 
 

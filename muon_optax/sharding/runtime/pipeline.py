@@ -190,7 +190,7 @@ class _Rounds:
         values = (state.scalars, state.received, state.orthogonalized)
         (scalars, received, orthogonalized), state = self._wait(values, state)
         sent: Any = leaving.send(orthogonalized) if leaving else ()
-        found: Any = here.orthogonalize(received, self.orthogonalizer) if here else ()
+        found: Any = here.orthogonalize(received, self._orthogonalizer_of(here)) if here else ()
         if coming:
             (scalars, sent), state = self._wait((scalars, sent), state)
         else:  # nobody reads the scalars again, and XLA drops unread operands from a barrier
@@ -221,6 +221,15 @@ class _Rounds:
         kept = frozenset(p.leaf for p in coming.pieces) if coming else frozenset()
         arrays = {**state.arrays, **arrays}
         return _State(scalars, received, orthogonalized, arrays, touched=kept)
+
+    def _orthogonalizer_of(self, chunk: Chunk) -> Orthogonalizer:
+        """How the matrices of a chunk are orthogonalised: all at once, if others are on their way.
+
+        XLA hides no collective under a loop.
+        """
+        if not (self.is_ordered and chunk.strategy.communicates):
+            return self.orthogonalizer
+        return dataclasses.replace(self.orthogonalizer, batch_elements=None)
 
     def _wait(self, values: Any, state: _State) -> tuple[Any, _State]:
         """The values, which wait for what was touched since the last time."""
