@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check test-newest wheel-test docs notebooks parity bench-aot lint clean
+.PHONY: demo test check test-newest versions wheel-test docs notebooks parity bench-aot lint clean
 
 demo: $(INSTALLED)  ## train a small GPT with Muon and with AdamW; writes demo/curves.png
 	$(BIN)/python examples/train_gpt.py --output demo
@@ -29,6 +29,9 @@ test-newest: .venv-newest/.installed  ## a part of the suite with Python 3.12 an
 	$(PYTHON312) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
 	touch $@
+
+versions:  ## the oldest and newest JAX, optax and Flax on each Python from 3.11 to 3.13; a table at the end
+	$(PYTHON) .ci/versions.py
 
 wheel-test:  ## builds sdist and wheel; installs it into an empty environment of each Python, and trains there
 	.ci/wheel-test 3.11 3.12 3.13
@@ -81,4 +84,4 @@ $(INSTALLED): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-docs .venv-notebooks .venv-cuda .venv-tpu demo site
+	rm -rf $(VENV) .venv-newest .venv-versions .venv-docs .venv-notebooks .venv-cuda .venv-tpu demo site
