@@ -35,6 +35,7 @@ from muon_optax._internal.tree_paths import leaves_with_segments, path_name
 
 SEEDS = (0, 1, 2)
 RATES = {"lr": 0.02, "adamw_lr": 0.008}
+BASE = "optax.contrib.muon"
 Curves = Mapping[str, Sequence[Curve]]
 
 
@@ -48,7 +49,7 @@ def optimizers(config: Config, mesh: jax.sharding.Mesh) -> dict[str, Callable[[]
         "muon_optax jordan": lambda: ours("jordan"),
         "muon_optax tight": lambda: ours("tight"),
         "muon_optax fast": lambda: ours("fast"),
-        "optax.contrib.muon": lambda: optax_muon(config),
+        BASE: lambda: optax_muon(config),
         "optax.adamw": lambda: make_optimizer("adamw", config, mesh),
     }
 
@@ -75,9 +76,9 @@ def optax_muon(config: Config) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), tx)
 
 
-def summarize(curves: Curves) -> list[dict[str, Any]]:
-    """Final losses of all seeds, their differences from optax's Muon, and the time they took."""
-    base = [curve.val_loss[-1] for curve in curves["optax.contrib.muon"]]
+def summarize(curves: Curves, base_name: str) -> list[dict[str, Any]]:
+    """Final losses of all seeds, their differences from those of one, and the time they took."""
+    base = [curve.val_loss[-1] for curve in curves[base_name]]
     rows = []
     for name, runs in curves.items():
         final = [curve.val_loss[-1] for curve in runs]
@@ -87,7 +88,7 @@ def summarize(curves: Curves) -> list[dict[str, Any]]:
                 "optimizer": name,
                 "final_losses": final,
                 "mean": float(np.mean(final)),
-                "from_optax_muon": [min(differences), max(differences)],
+                "difference": [min(differences), max(differences)],
                 "seconds": float(np.median([curve.seconds[-1] for curve in runs])),
             }
         )
@@ -98,7 +99,8 @@ def plot(path: Path, curves: Curves) -> None:
     """Draws the validation loss against steps and time, with bands from seed to seed."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     by_steps, by_time = figure.subplots(1, 2)
-    for color, (name, runs) in zip(("C0", "C2", "C3", "C1", "C4"), curves.items(), strict=True):
+    for i, (name, runs) in enumerate(curves.items()):
+        color = f"C{i}"
         losses = np.array([curve.val_loss for curve in runs])
         seconds = np.median([curve.seconds for curve in runs], axis=0)
         for axes, x in ((by_steps, runs[0].steps), (by_time, seconds)):
@@ -113,11 +115,11 @@ def plot(path: Path, curves: Curves) -> None:
     figure.savefig(path, dpi=150)
 
 
-def table(summary: Sequence[Mapping[str, Any]]) -> Table:
-    found = Table("optimizer", "final validation losses", "mean", "from optax's", "seconds")
+def table(summary: Sequence[Mapping[str, Any]], base_name: str) -> Table:
+    found = Table("optimizer", "final validation losses", "mean", f"from {base_name}", "seconds")
     for row in summary:
         losses = " ".join(f"{x:.3f}" for x in row["final_losses"])
-        low, high = row["from_optax_muon"]
+        low, high = row["difference"]
         cells = (f"{row['mean']:.3f}", f"{low:+.3f} to {high:+.3f}", f"{row['seconds']:.0f}")
         found.add_row(row["optimizer"], losses, *cells)
     return found
@@ -139,7 +141,7 @@ def main() -> None:
         for name, make in optimizers(seeded, mesh).items():
             curves[name].append(train(make(), seeded, corpus, mesh, on_step=lambda *_: None))
             console.print(f"{name}, seed {seed}: {curves[name][-1].val_loss[-1]:.4f}")
-    summary = summarize(curves)
+    summary = summarize(curves, BASE)
     args.output.mkdir(parents=True, exist_ok=True)
     record = {
         "config": dataclasses.asdict(config),
@@ -149,7 +151,7 @@ def main() -> None:
     }
     (args.output / "convergence.json").write_text(json.dumps(record, indent=1) + "\n")
     plot(args.output / "convergence.png", curves)
-    console.print(table(summary))
+    console.print(table(summary, BASE))
 
 
 if __name__ == "__main__":
