@@ -77,7 +77,7 @@ def train(
 ) -> tuple[list[Any], Any]:
     """The updates of a training run whose steps are compiled, and the last state."""
     params, updates = place.put(params), []
-    state, step = jax.jit(tx.init)(params), sharded.jit(tx.update)
+    state, step = jax.jit(tx.init)(params), jax.jit(tx.update)
     for grad in grads:
         new, state = step(place.put(grad), state, params)
         params = apply_updates(params, new)

@@ -1,3 +1,19 @@
-import jax
+import os
+from importlib.metadata import version
+
+# These tests compile thousands of small programs, and XLA on CPU would spend three quarters of
+# their time on making code fast. The flags leave a program's collectives and its values alone.
+# Processes that tests start inherit them. The last was taken out after jaxlib 0.10, and XLA aborts
+# on flags that it doesn't know.
+_FLAGS = [
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_parallel_codegen_split_count=1",
+]
+if version("jaxlib").startswith("0.10."):
+    _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join([*_FLAGS, os.environ.get("XLA_FLAGS", "")])
+
+import jax  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)

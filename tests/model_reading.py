@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from running import QUICK
 
 from muon_optax import Rule
 from muon_optax._internal.tree_paths import leaves_with_segments
@@ -59,7 +58,7 @@ def check_outer(view: BoundView, gradient: Any, taken: Any) -> None:
       gradient: the leaf's gradient.
       taken: the input, flat; or one for each matrix.
     """
-    for matrices in jax.jit(view.split, compiler_options=QUICK)(jnp.asarray(gradient)):
+    for matrices in jax.jit(view.split)(jnp.asarray(gradient)):
         rows = np.broadcast_to(np.asarray(taken, np.float64), matrices.shape[:2])
         for matrix, row in zip(np.asarray(matrices, np.float64), rows, strict=True):
             outer = np.outer(row, row @ matrix / (row @ row))

@@ -5,9 +5,6 @@ from typing import Any
 import jax
 import optax
 
-# Halves the time to compile, which is what these tests spend theirs on.
-QUICK = {"xla_backend_optimization_level": 0}
-
 apply_updates: Any = optax.apply_updates  # whose declared result is any tree of arrays
 
 
@@ -30,7 +27,7 @@ def run(tx: Any, params: Any, grads: Any, *, jit: bool = False) -> tuple[Any, An
 
 
 def _update(tx: Any, jit: bool) -> Any:
-    return jax.jit(tx.update, compiler_options=QUICK) if jit else tx.update
+    return jax.jit(tx.update) if jit else tx.update
 
 
 def dtypes(tree: Any) -> Any:

@@ -1,7 +1,7 @@
 """Leaves on meshes: their gradients, the float64 answer of one device, and the updates."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,6 @@ import numpy as np
 import reference
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from running import QUICK
 
 from muon_optax import DeviceModel, MatrixView, MuonDimensionNumbers, scale_by_muon, state_shardings
 
@@ -109,11 +108,6 @@ def answers(
     }
 
 
-def jit(function: Callable, **options: Any) -> Any:
-    """`jax.jit`, but quick to compile."""
-    return jax.jit(function, compiler_options=QUICK, **options)
-
-
 def worst_error(leaf: Leaf, got: Any, want: Sequence[np.ndarray]) -> float:
     """The largest relative error of one matrix."""
     blocks = leaf.blocks(got)
@@ -129,8 +123,8 @@ def check(leaves: Leaves, mesh: Mesh, **options: Any) -> None:
     where, grads = shardings(leaves, mesh), gradients(leaves)
     tx = scale_by_muon(FAST, weight_dimension_numbers=views(leaves), **options)
     placed = jax.device_put(grads, where)
-    start = jit(tx.init)(placed)
-    updates, state = jit(tx.update)(placed, start)
+    start = jax.jit(tx.init)(placed)
+    updates, state = jax.jit(tx.update)(placed, start)
     want = answers(leaves, grads)
     errors = {k: worst_error(leaf, updates[k], want[k]) for k, leaf in leaves.items()}
     assert max(errors.values()) <= 1e-5, errors
@@ -157,4 +151,4 @@ def lower(tx: Any, shapes: Mapping[str, Any], where: Mapping[str, Any], dtype: s
     state = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings
     )
-    return jit(tx.update, out_shardings=(dict(where), shardings)).lower(params, state, params)
+    return jax.jit(tx.update, out_shardings=(dict(where), shardings)).lower(params, state, params)

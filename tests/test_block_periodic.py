@@ -212,7 +212,7 @@ def test_muon_on_layouts(name, kind):
     there = of_momentum and shardings(mesh, of_momentum)
     tx = in_muon(blocks, param_shardings=where, mu_shardings=there, **PAPER)
     params: Any = jax.device_put(meshes.arrays(0, SHAPES), where)
-    state, update, programs = sharded.jit(tx.init)(params), sharded.jit(tx.update), 0
+    state, update, programs = jax.jit(tx.init)(params), jax.jit(tx.update), 0
     for t, want in enumerate(wanted(blocks, 10)):
         if t == 2:
             programs = update._cache_size()
@@ -266,7 +266,7 @@ def test_meshes_with_axes_of_both_kinds(kinds):
     want, _, _ = run(make(), grads[0], grads, jit=True)
     placed = [jax.device_put(grad, where) for grad in grads]
     tx = make(param_shardings=where)
-    state, update = sharded.jit(tx.init)(placed[0]), sharded.jit(tx.update)
+    state, update = jax.jit(tx.init)(placed[0]), jax.jit(tx.update)
     for grad, x in zip(placed, want, strict=True):
         got, state = update(grad, state)
         sharded.assert_sharded(got, where)
@@ -281,8 +281,8 @@ def test_members_under_vmap(kind):
     make = functools.partial(scale_by_muon, sharded.FAST, block_periodic=BlockPeriodic((1, 4), 2))
     tx = make(param_shardings=None if kind == "explicit" else of_one)
     grads = [meshes.arrays(t, {"w": (2, 8, 12)})["w"] for t in (1, 2, 3)]
-    state, updates = sharded.jit(jax.vmap(tx.init))(jax.device_put(grads[0], where)), []
-    update = sharded.jit(jax.vmap(tx.update))
+    state, updates = jax.jit(jax.vmap(tx.init))(jax.device_put(grads[0], where)), []
+    update = jax.jit(jax.vmap(tx.update))
     for grad in grads:
         x, state = update(jax.device_put(grad, where), state)
         updates.append(x)

@@ -51,7 +51,7 @@ def test_a_scan_carry(place):
         return jax.lax.scan(step, (params, tx.init(params)), grads)
 
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(place.put, GRADS))
-    (last, _), updates = sharded.jit(train)(place.put(PARAMS), stacked)
+    (last, _), updates = jax.jit(train)(place.put(PARAMS), stacked)
     assert_close(updates, jax.tree.map(lambda *x: np.stack(x), *plain()))
     jax.tree.map(sharded.assert_sharded, last, place.where)
 
@@ -63,7 +63,7 @@ def test_one_trace_no_weak_types_and_types_that_stay(place):
     params, updates = place.put(PARAMS), []
     state = tx.init(params)
     assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, jax.jit(tx.init)(params))
-    step = sharded.jit(chex.assert_max_traces(tx.update, n=1))
+    step = jax.jit(chex.assert_max_traces(tx.update, n=1))
     for grad in GRADS:
         new, after = step(place.put(grad), state, params)
         assert not any(x.weak_type for x in jax.tree.leaves((state, new)))
@@ -89,7 +89,7 @@ def test_donation_right_after_init(place):
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # JAX warns of donated buffers that it can't use
-        new, _ = sharded.jit(step, donate_argnums=(0, 1))(params, state, grad)
+        new, _ = jax.jit(step, donate_argnums=(0, 1))(params, state, grad)
     assert all(x.is_deleted() for x in jax.tree.leaves((params, state)))
     assert_right(place, [new], [apply_updates(PARAMS, plain()[0])])
 
@@ -117,7 +117,7 @@ def test_vmap_over_hyperparameters(place):
         tx = place.muon(learning_rate=rate, weight_decay=0.0, adam_weight_decay=0.0)
         return tx.update(grad, tx.init(params), params)[0]
 
-    batched = sharded.jit(jax.vmap(update, (0, None, None)))
+    batched = jax.jit(jax.vmap(update, (0, None, None)))
     got = batched(rates, place.put(PARAMS), place.put(GRADS[0]))
     one = plain(weight_decay=0.0, adam_weight_decay=0.0)[0]
     assert_close(got, jax.tree.map(lambda x: np.stack([x, 2 * np.asarray(x)]), one))
@@ -147,7 +147,7 @@ def test_vmap_over_members(place):
     both = jax.tree.map(lambda *x: np.stack(x), (PARAMS, GRADS[0]), other_member())
     params, grads = (jax.device_put(tree, where) for tree in both)
     state = jax.jit(jax.vmap(tx.init))(params)
-    updates, _ = sharded.jit(jax.vmap(tx.update))(grads, state, params)
+    updates, _ = jax.jit(jax.vmap(tx.update))(grads, state, params)
     for i, want in enumerate((plain()[0], update_of_the_other())):
         assert_close(jax.tree.map(lambda x, i=i: x[i], updates), want)
     jax.tree.map(sharded.assert_sharded, updates, where)
@@ -159,7 +159,7 @@ def test_strict_promotion_of_muons_half(place):
     kernel, where = (tree["mlp"]["kernel"] for tree in (GRADS[0], place.where))
     x = jax.device_put(kernel, where)
     with jax.numpy_dtype_promotion("strict"):
-        updates, _ = sharded.jit(tx.update)(x, jax.jit(tx.init)(x))
+        updates, _ = jax.jit(tx.update)(x, jax.jit(tx.init)(x))
     want = reference.newton_schulz(reference.mixes([kernel])[0], OPTIONS["ns_coeffs"])
     assert reference.relative_error(updates, want) <= 1e-5
 
@@ -210,7 +210,7 @@ def test_a_zero_gradient_under_debug_nans(place):
 def test_a_compiled_step_transfers_nothing(place):
     tx = place.muon(consistent_rms=0.2, learning_rate=optax.linear_schedule(0.1, 0.0, 9))
     params, state, grad = started(place, tx)
-    step = sharded.jit(tx.update)
+    step = jax.jit(tx.update)
     with jax.transfer_guard("disallow"):
         step(grad, state, params)
 
@@ -252,7 +252,7 @@ def kinds(tree: Any) -> set[str]:
 
 def steps(place: Place, tx: Any, params: Any, state: Any) -> list[Any]:
     """Two updates of parameters in host memory or not; types stay."""
-    updates, step = [], sharded.jit(tx.update)
+    updates, step = [], jax.jit(tx.update)
     for grad in GRADS:
         new, after = step(place.put(grad), state, params)
         assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)

@@ -52,7 +52,7 @@ def test_extra_arguments(place):
     chain = optax.chain(tx, optax.contrib.reduce_on_plateau())
     params, grad = place.put(PARAMS), place.put(GRADS[0])
     state = jax.jit(chain.init)(params)
-    update, _ = sharded.jit(chain.update)(grad, state, params, value=jnp.float32(1.0), grad=grad)
+    update, _ = jax.jit(chain.update)(grad, state, params, value=jnp.float32(1.0), grad=grad)
     assert_right(place, [update], plain()[:1])
 
 
@@ -78,7 +78,7 @@ def by_hand():
     for t, grad in enumerate(GRADS):
         tx = PLACES[0].muon(**{name: at(t) for name, at in SCHEDULES.items()})
         state = tx.init(params) if state is None else state
-        update, state = sharded.jit(tx.update)(grad, state, params)
+        update, state = jax.jit(tx.update)(grad, state, params)
         params = apply_updates(params, update)
         updates.append(update)
     return updates
@@ -213,7 +213,7 @@ def test_missing_leaves(place):
     where = without(place.where)
     params, grad = (jax.device_put(without(tree), where) for tree in (PARAMS, GRADS[0]))
     tx = place.muon(**({"param_shardings": where} if place.declared else {}))
-    updates, _ = sharded.jit(tx.update)(grad, jax.jit(tx.init)(params), params)
+    updates, _ = jax.jit(tx.update)(grad, jax.jit(tx.init)(params), params)
     assert jax.tree.structure(updates) == jax.tree.structure(grad)
     assert_close(updates, without(plain()[0]))
 
@@ -268,7 +268,7 @@ def test_tree_get_and_tree_set(place):
     inject = optax.inject_hyperparams(muon, static_args=("ns_coeffs", "param_shardings"))
     tx = inject(**{**OPTIONS, **place.declared, "weight_decay": 0.0, "adam_weight_decay": 0.0})
     params, grad = place.put(PARAMS), place.put(GRADS[0])
-    step = sharded.jit(tx.update)
+    step = jax.jit(tx.update)
     start = jax.jit(tx.init)(params)
     once, state = step(grad, start, params)
     assert len(optax.tree.get_all_with_path(state, "mu")) == 2

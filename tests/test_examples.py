@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-# Compiling takes most of their time, and on few cores PyTorch's threads get in each other's way.
-QUICK = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "OMP_NUM_THREADS": "1"}
+# On few cores PyTorch's threads get in each other's way.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 TINY = {
     "steps": 30,
     "layers": 1,
@@ -28,7 +28,12 @@ def run_example(name: str, **options: object) -> subprocess.CompletedProcess[str
     pairs = [(f"--{option.replace('_', '-')}", str(value)) for option, value in options.items()]
     command = [sys.executable, str(EXAMPLES / name), *(word for pair in pairs for word in pair)]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=False, env=os.environ | QUICK
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=os.environ | ONE_THREAD,
     )
 
 

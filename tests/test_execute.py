@@ -206,8 +206,8 @@ def test_every_schedule_is_that_of_one_device(options, strategy):
     together = scale_by_muon(
         **options, strategy=strategy, weight_dimension_numbers=sharded.views(leaves)
     )
-    want = sharded.jit(alone.update)(grads, alone.init(grads))[0]
-    got = sharded.jit(together.update)(placed, together.init(placed))[0]
+    want = jax.jit(alone.update)(grads, alone.init(grads))[0]
+    got = jax.jit(together.update)(placed, together.init(placed))[0]
     for name, leaf in leaves.items():
         assert sharded.worst_error(leaf, got[name], leaf.blocks(want[name])) <= 1e-5
 
@@ -221,7 +221,7 @@ def test_half_precision(dtypes, strategy):
     grads = jnp.asarray(leaf.gradient(0), own)
     placed = jax.device_put(grads, sharded.shardings({"w": leaf}, mesh)["w"])
     tx = scale_by_muon(weight_dimension_numbers=STACK, ns_dtype=compute, strategy=strategy)
-    update, state = sharded.jit(tx.update)(placed, sharded.jit(tx.init)(placed))
+    update, state = jax.jit(tx.update)(placed, jax.jit(tx.init)(placed))
     want = sharded.answers({"w": leaf}, {"w": grads}, reference.JORDAN)["w"]
     assert sharded.worst_error(leaf, update, want) <= 4e-2
     assert update.dtype == state.mu.dtype == own
@@ -236,7 +236,7 @@ def test_complex_matrices(strategy, promotion):
     want = [reference.newton_schulz(b, FAST) for b in x]
     tx = scale_by_muon(FAST, weight_dimension_numbers=STACK, strategy=strategy)
     with jax.numpy_dtype_promotion(promotion):
-        update, _ = sharded.jit(tx.update)(placed, tx.init(placed))
+        update, _ = jax.jit(tx.update)(placed, tx.init(placed))
     assert sharded.worst_error(leaf, update, want) <= 1e-5
     assert update.dtype == jnp.complex64
 
@@ -249,7 +249,7 @@ def test_what_is_not_finite_stays_in_its_own_matrix(strategy):
     spoiled[2, 3, 4], spoiled[5, 0, 0], spoiled[9, 15, 31] = np.nan, np.inf, -np.inf
     placed = jax.device_put(spoiled, sharded.shardings({"w": leaf}, make_mesh({"f": 8}))["w"])
     tx = scale_by_muon(FAST, weight_dimension_numbers=STACK, strategy=strategy)
-    update, _ = sharded.jit(tx.update)(placed, tx.init(placed))
+    update, _ = jax.jit(tx.update)(placed, tx.init(placed))
     update, want = np.asarray(update), sharded.answers({"w": leaf}, {"w": clean})["w"]
     for i in range(11):
         if i in (2, 5, 9):
@@ -269,7 +269,7 @@ def test_what_a_function_makes_of_padding_does_not_leak(strategy):
         strategy=strategy,
         device=sharded.SLOW,
     )
-    update, _ = sharded.jit(tx.update)(placed, tx.init(placed))
+    update, _ = jax.jit(tx.update)(placed, tx.init(placed))
     want = [m / np.linalg.norm(m) for m in x.astype(np.float64)]
     assert sharded.worst_error(leaf, update, want) <= 1e-5
 
@@ -289,7 +289,7 @@ def test_a_function_may_return_a_constant(count, kind):
         strategy="all_to_all",
         device=sharded.SLOW,
     )
-    update, _ = sharded.jit(tx.update)(placed, tx.init(placed))
+    update, _ = jax.jit(tx.update)(placed, tx.init(placed))
     np.testing.assert_array_equal(update, np.broadcast_to(constant, leaf.shape))
 
 
@@ -304,7 +304,7 @@ def test_a_zero_gradient_gives_exactly_zero():
     }
     for strategy in ("gather", "all_to_all", "gram"):
         tx = scale_by_muon(weight_dimension_numbers=sharded.views(leaves), strategy=strategy)
-        updates, state = sharded.jit(tx.update)(placed, tx.init(placed))
+        updates, state = jax.jit(tx.update)(placed, tx.init(placed))
         assert all(not np.asarray(x).any() for x in jax.tree.leaves((updates, state.mu)))
 
 
@@ -313,7 +313,7 @@ def test_a_stack_without_matrices():
     leaf = Leaf((0, *WIDE), P(None, "f"), STACK)
     x = jnp.zeros(leaf.shape, device=sharded.shardings({"w": leaf}, mesh)["w"])
     tx = scale_by_muon(weight_dimension_numbers=STACK)
-    update, _ = sharded.jit(tx.update)(x, tx.init(x))
+    update, _ = jax.jit(tx.update)(x, tx.init(x))
     assert update.shape == leaf.shape
 
 
@@ -341,7 +341,7 @@ def test_an_orthogonalizer_gets_whole_matrices_as_they_are(strategy):
         ns_dtype="float16",
         strategy=strategy,
     )
-    updates, _ = sharded.jit(tx.update)(placed, tx.init(placed))
+    updates, _ = jax.jit(tx.update)(placed, tx.init(placed))
     assert set(seen) == {(s, "float16") for s in ((16, 32), (32, 16), (32, 16), (16, 16))}
     for name, x in grads.items():
         np.testing.assert_array_equal(updates[name], -x.astype("float16").astype("float32"))
@@ -356,7 +356,7 @@ def test_an_orthogonalizers_dtype_is_the_exchanges_for_fewer_matrices_than_owner
         weight_dimension_numbers=STACK,
         strategy="all_to_all",
     )
-    update, _ = sharded.jit(tx.update)(x, tx.init(x))
+    update, _ = jax.jit(tx.update)(x, tx.init(x))
     np.testing.assert_array_equal(update, -x)
 
 
@@ -366,7 +366,7 @@ def test_a_strategy_asked_for_on_one_device_without_a_mesh(strategy):
     grads = jax.tree.map(jnp.asarray, sharded.gradients(leaves))
     views = sharded.views(leaves)
     tx = scale_by_muon(FAST, weight_dimension_numbers=views, strategy=strategy)
-    updates, _ = sharded.jit(tx.update)(grads, tx.init(grads))
+    updates, _ = jax.jit(tx.update)(grads, tx.init(grads))
     want = sharded.answers(leaves, grads)
     for name, leaf in leaves.items():
         assert sharded.worst_error(leaf, updates[name], want[name]) <= 1e-5
@@ -407,7 +407,7 @@ def test_nested_shard_maps_over_the_other_axes(kind):
         axis_names={"d"},
     )
     grads, where = sharded.gradients(leaves), sharded.shardings(leaves, mesh)
-    updates = sharded.jit(mapped)(jax.device_put(grads, where))
+    updates = jax.jit(mapped)(jax.device_put(grads, where))
     want = sharded.answers(leaves, grads)
     for name, leaf in leaves.items():
         assert sharded.worst_error(leaf, updates[name], want[name]) <= 1e-5
@@ -427,7 +427,7 @@ def test_an_order_of_axes_that_nesting_rules_out_is_an_error():
     )
     where = NamedSharding(mesh, P(None, ("d", "f")))
     with pytest.raises(ValueError, match=r"\('f', 'd'\)"):
-        sharded.jit(mapped).lower(jax.ShapeDtypeStruct(WIDE, "float32", sharding=where))
+        jax.jit(mapped).lower(jax.ShapeDtypeStruct(WIDE, "float32", sharding=where))
 
 
 def _only(spec: P, axis: str) -> P:

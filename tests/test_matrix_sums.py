@@ -65,7 +65,7 @@ def test_means_are_those_of_each_matrix(name, over, kind):
 
         if kind == "manual":
             run = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)
-        got = sharded.jit(run)(jax.device_put(x, where))
+        got = jax.jit(run)(jax.device_put(x, where))
     np.testing.assert_allclose(got, want, rtol=2e-6, atol=2e-7)
 
 
@@ -78,7 +78,7 @@ def test_a_norm_on_a_mesh_is_one_all_reduce_of_the_matrix_axes():
         (leaf,) = bind_leaves(x)
         return MatrixSums(leaf).of(squares(x))
 
-    (found,) = read_program(sharded.jit(norm).lower(x).compile()).collectives
+    (found,) = read_program(jax.jit(norm).lower(x).compile()).collectives
     assert (found.kind, found.size) == ("all-reduce", 4)
     groups = {frozenset(group) for group in found.groups}
     assert groups == {frozenset(range(4)), frozenset(range(4, 8))}

@@ -10,7 +10,6 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from running import QUICK
 from sharded import make_mesh
 
 from muon_optax import (
@@ -108,7 +107,7 @@ def test_the_whole_model_may_be_given_as_parameters(around):
     make, made_from, given = AROUND[around]
     model, tx = make_model(), make()
     flat, state = arrays(model), tx.init(eqx.filter(model, made_from))
-    flat_state, flat_update = tx.init(flat), jax.jit(tx.update, compiler_options=QUICK)
+    flat_state, flat_update = tx.init(flat), jax.jit(tx.update)
     update = eqx.filter_jit(tx.update)
     for shift in (1, 2):
         grads = eqx.filter_grad(loss)(model, shift)
@@ -172,7 +171,7 @@ def moments(state: Any, name: str) -> dict[str, Any]:
 def test_moments_of_leaves_without_a_gradient_stay_and_go_on(gone, mark):
     tx: Any = muon(0.1, weight_decay=0.1, adam_weight_decay=0.1, orthogonalizer=halves)
     path = gone if gone == "embed" else f"mlp{gone}"
-    update = jax.jit(tx.update, compiler_options=QUICK)
+    update = jax.jit(tx.update)
     state = tx.init(TREE)
     _, first = update(gradients(0), state, TREE)
     _, full = update(gradients(1), first, TREE)
@@ -268,7 +267,7 @@ def test_on_a_mesh(kind, zero_1):
     tx: Any = muon(0.1, param_shardings=homes, mu_shardings=mu_shardings, orthogonalizer=halves)
     params, grads = jax.device_put((TREE, gradients(0)), (homes, homes))
     state = jax.jit(tx.init)(params)
-    update = jax.jit(tx.update, compiler_options=QUICK)
+    update = jax.jit(tx.update)
     want, _ = update(grads, state, params)
     updates, new = update(without(grads, "mlpup", "embed"), state, params)
     assert updates["embed"] is updates["mlp"]["up"] is None

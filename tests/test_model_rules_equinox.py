@@ -10,7 +10,7 @@ import numpy as np
 import oracle
 import pytest
 from model_reading import axes_of, check_outer, said
-from running import QUICK, first_update
+from running import first_update
 from shown import report
 
 from muon_optax import MuonDimensionNumbers, MuonWarning, model_rules, muon
@@ -133,7 +133,7 @@ def test_views_by_what_the_layer_computes(name):
         y = model(x)
         return (y * oracle.gaussian(*y.shape, seed=1)).sum()
 
-    run = jax.jit(lambda: jax.grad(loss)(params_of(make(KEY))), compiler_options=QUICK)
+    run = jax.jit(lambda: jax.grad(loss)(params_of(make(KEY))))
     model = made(make)
     view = model_reading.views_of(model_rules(model), params_of(model))["weight"]
     check_outer(view, run().weight, taken(x))
@@ -297,6 +297,6 @@ def test_a_step_of_training():
         updates = first_update(muon(0.02, partition=rules), params_of(grads), params_of(model))
         return updates.layers[0].weight, grads.layers[0].weight
 
-    got, gradient = jax.jit(step, compiler_options=QUICK)()
+    got, gradient = jax.jit(step)()
     want = -0.02 * 1.5**0.5 * oracle.newton_schulz(gradient)
     assert oracle.relative_error(got, want) < 1e-4

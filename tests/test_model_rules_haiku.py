@@ -10,7 +10,7 @@ import numpy as np
 import oracle
 import pytest
 from model_reading import axes_of, check_outer, said
-from running import QUICK, first_update
+from running import first_update
 
 from muon_optax import model_rules, muon
 
@@ -137,7 +137,7 @@ def test_views_by_what_the_layer_computes(name):
         y = y[(0, *((n - 1) // 2 for n in y.shape[1:-1]))]
         return (y * oracle.gaussian(*y.shape, seed=1).astype(np.float32)).sum()
 
-    grads = jax.jit(jax.grad(loss), compiler_options=QUICK)(params)
+    grads = jax.jit(jax.grad(loss))(params)
     within = transformed(lambda x: hk.Linear(2, name="result")(MODULES[name][0]()(x)))
     made = jax.eval_shape(within.init, KEY, x)
     view = model_reading.views_of(model_rules(within, x), made)[path]

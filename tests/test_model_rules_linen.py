@@ -11,7 +11,7 @@ import oracle
 import pytest
 from flax.core import meta
 from model_reading import axes_of, check_outer, said
-from running import QUICK, first_update
+from running import first_update
 
 from muon_optax import model_rules, muon
 
@@ -164,7 +164,7 @@ def test_views_by_what_the_layer_computes(name):
 
     within = nn.Sequential([module, nn.Dense(2)])
     view = model_reading.views_of(model_rules(within, x), params_of(within, x))["layers_0/kernel"]
-    check_outer(view, jax.jit(gradient, compiler_options=QUICK)(), ONE_POSITION[name](x))
+    check_outer(view, jax.jit(gradient)(), ONE_POSITION[name](x))
 
 
 class Block(nn.Module):
@@ -348,6 +348,6 @@ def test_a_step_of_training():
         grads = jax.grad(loss)(params)
         return first_update(tx, grads, params)["layers_0"], grads["layers_0"]
 
-    got, grads = jax.jit(step, compiler_options=QUICK)()
+    got, grads = jax.jit(step)()
     want = -0.02 * 1.5**0.5 * oracle.newton_schulz(grads["kernel"])
     assert oracle.relative_error(got["kernel"], want) < 1e-4

@@ -10,7 +10,7 @@ import oracle
 import pytest
 from flax import nnx
 from model_reading import axes_of, said
-from running import QUICK, first_update
+from running import first_update
 
 from muon_optax import MatrixView, MuonDimensionNumbers, MuonWarning, Rule, model_rules, muon
 
@@ -104,7 +104,7 @@ def test_a_layer_does_not_move_with_another_ones_gradient():
         grads = jax.tree.map(lambda s: kernel if s.ndim == 3 else jnp.ones(s.shape), shapes)
         return model_reading.leaves_of(first_update(tx, grads))["0/kernel"]
 
-    run = jax.jit(update, compiler_options=QUICK)
+    run = jax.jit(update)
     grad = oracle.gaussian(8, 4, 12).astype(np.float32)
     other = grad.copy()
     other[:, 1] += oracle.gaussian(8, 12, seed=1)
@@ -322,7 +322,7 @@ def test_a_step_of_training():
         optimizer.update(trained, grads)
         return before, params_of(trained), grads
 
-    results = jax.jit(step, compiler_options=QUICK)()
+    results = jax.jit(step)()
     before, after, grad = (model_reading.leaves_of(r)["layers/0/kernel"] for r in results)
     want = -0.02 * 1.5**0.5 * oracle.newton_schulz(grad)
     assert oracle.relative_error(np.asarray(after) - np.asarray(before), want) < 1e-4

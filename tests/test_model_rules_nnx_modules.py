@@ -10,7 +10,6 @@ import oracle
 import pytest
 from flax import nnx
 from model_reading import check_outer, said
-from running import QUICK
 
 from muon_optax import model_rules
 
@@ -173,7 +172,7 @@ def test_views_by_what_the_layer_computes(name):
         y = y[(0, *middle)]
         return (y * oracle.gaussian(*y.shape, seed=1)).sum()
 
-    gradient = jax.jit(lambda: nnx.grad(loss)(make(rngs())).kernel[...], compiler_options=QUICK)()
+    gradient = jax.jit(lambda: nnx.grad(loss)(make(rngs())).kernel[...])()
     model = nnx.eval_shape(lambda: make(rngs()))
     view = model_reading.views_of(model_rules(model), params_of(model))["kernel"]
     check_outer(view, gradient, taken(x))

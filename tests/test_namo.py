@@ -89,11 +89,11 @@ def test_momentum_may_be_sharded_otherwise(kind, each):
         mu_shardings=there,
     )
     params = jax.device_put(meshes.arrays(1, shapes), where)
-    state = sharded.jit(tx.init)(params)
+    state = jax.jit(tx.init)(params)
     shardings = state_shardings(tx, params, where, mu_shardings=there)
     matrices = {k: [oracle.Namo(orthogonalize, each=each) for _ in x] for k, x in params.items()}
     matrices["flat"] = matrices["flat"][:1]
-    update = sharded.jit(tx.update)
+    update = jax.jit(tx.update)
     for t in range(3):
         grads = meshes.arrays(100 + t, shapes)
         updates, state = update(jax.device_put(grads, where), state, params)

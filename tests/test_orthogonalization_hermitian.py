@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 from oracle import gaussian, log_uniform, singular_values
 
-from muon_optax.orthogonalization import NewtonSchulz, hermitian, newton_schulz, resolve_schedule
+from muon_optax.orthogonalization import (
+    NewtonSchulz,
+    hermitian,
+    newton_schulz,
+    orthogonalizer,
+    resolve_schedule,
+)
 from muon_optax.orthogonalization.hermitian import (
     commuting_matmul,
     gram_matrix,
@@ -16,9 +22,11 @@ from muon_optax.orthogonalization.hermitian.backend import HermitianBackend
 
 @pytest.fixture(autouse=True)
 def small_leaves(monkeypatch):
-    """Halving at sizes that compile quickly."""
+    """Halving at sizes that compile quickly, and no program of other sizes."""
     monkeypatch.setattr(halved, "_SMALLEST_LEAF", 2)
-    jax.clear_caches()
+    orthogonalizer._orthogonalize.clear_cache()
+    yield
+    orthogonalizer._orthogonalize.clear_cache()
 
 
 def entries(shape: tuple[int, ...], dtype) -> np.ndarray:

@@ -12,7 +12,7 @@ import pytest
 import sharded
 import variants_on_meshes as meshes
 from jax.sharding import PartitionSpec as P
-from running import QUICK, first_update, run
+from running import first_update, run
 
 from benchmarks.compiled import read_program
 from muon_optax import (
@@ -82,7 +82,7 @@ def test_zeros_give_no_nan():
     zero, some = jax.tree.map(jnp.zeros_like, arrays(0)), arrays(0)
     pieces = {name: make(name) for name in PIECES}
     update = lambda u, w: {name: first_update(tx, u, w) for name, tx in pieces.items()}  # noqa: E731
-    update = sharded.jit(update)
+    update = jax.jit(update)
     for params, grads in ((zero, zero), (zero, some), (some, zero)):
         for name, updates in update(grads, params).items():
             for x in jax.tree.leaves(updates):
@@ -100,7 +100,7 @@ def test_weights_are_needed(name):
 def test_a_run_goes_on_with_the_same_bits(name):
     tx, params, grads = make(name), arrays(0), [arrays(seed) for seed in range(1, 7)]
     whole, end, _ = run(tx, params, grads, jit=True)
-    update = jax.jit(tx.update, compiler_options=QUICK)
+    update = jax.jit(tx.update)
     state = tx.init(params)
     for t, grad in enumerate(grads):
         if t == 3:  # as a checkpoint would be read, also in other containers
@@ -168,9 +168,9 @@ def test_states_are_born_where_they_belong(kind):
     shardings = state_shardings(tx, params, where)
     assert {str(x.spec) for x in jax.tree.leaves(shardings[0].nu)} == {"P(None, 'b')"}
     meshes.check_shardings(tx.init(params), shardings)
-    meshes.check_shardings(sharded.jit(tx.init)(params), shardings)
+    meshes.check_shardings(jax.jit(tx.init)(params), shardings)
     with jax.set_mesh(mesh):
-        meshes.check_shardings(sharded.jit(tx.init)(params), shardings)
+        meshes.check_shardings(jax.jit(tx.init)(params), shardings)
 
 
 def test_states_of_offloaded_parameters_are_offloaded():
@@ -178,11 +178,11 @@ def test_states_of_offloaded_parameters_are_offloaded():
     where = {k: jax.NamedSharding(mesh, s, memory_kind="pinned_host") for k, s in SPECS.items()}
     params, tx = jax.device_put(arrays(0), where), stateful(where)
     shardings = state_shardings(tx, params, where)
-    state = sharded.jit(tx.init)(params)
+    state = jax.jit(tx.init)(params)
     kinds = lambda tree: [x.memory_kind for x in jax.tree.leaves(tree)]  # noqa: E731
     got = kinds(jax.tree.map(lambda x: x.sharding, state))
     assert got.count("pinned_host") == kinds(shardings).count("pinned_host") > 0
-    updates, new = sharded.jit(tx.update)(params, state, params)
+    updates, new = jax.jit(tx.update)(params, state, params)
     assert kinds(jax.tree.map(lambda x: x.sharding, new)) == got
     assert set(kinds(jax.tree.map(lambda x: x.sharding, updates))) == {"pinned_host"}
 
@@ -206,7 +206,7 @@ def test_members_of_an_ensemble_on_an_explicit_mesh():
     tx = optax.chain(scale_by_neuron(), hyperball(0.1))
     step = lambda g, w: tx.update(g, tx.init(w), w)[0]  # noqa: E731
     place = functools.partial(jax.device_put, device=jax.NamedSharding(mesh, spec))
-    got = sharded.jit(jax.vmap(step))(place(grads), place(params))
+    got = jax.jit(jax.vmap(step))(place(grads), place(params))
     assert got.sharding.spec == spec
     for i, update in enumerate(np.asarray(got)):
         want: Any = step(jnp.asarray(grads[i]), jnp.asarray(params[i]))
@@ -220,7 +220,7 @@ def test_an_auto_mesh_of_which_nothing_is_said():
     params, grads = arrays(0), arrays(1)
     want = first_update(tx, grads, params)
     placed = jax.device_put((grads, params), (where, where))
-    got = sharded.jit(functools.partial(first_update, tx))(*placed)
+    got = jax.jit(functools.partial(first_update, tx))(*placed)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
 
 
@@ -238,7 +238,7 @@ def test_axes_of_size_1_in_a_shard_map(sizes):
     init = jax.shard_map(tx.init, mesh=mesh, in_specs=(specs,), out_specs=of_state)
     ins = (specs, of_state, specs)
     update = jax.shard_map(tx.update, mesh=mesh, in_specs=ins, out_specs=(specs, of_state))
-    got, _ = sharded.jit(lambda u, w: update(u, init(w), w))(grads, params)
+    got, _ = jax.jit(lambda u, w: update(u, init(w), w))(grads, params)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
 
 
@@ -276,7 +276,7 @@ def test_the_same_under_zero_1(kind):
     tx: Any = chain(param_shardings=where)
     params = jax.device_put(arrays(0), where)
     state, traces = tx.init(params), []
-    update = sharded.jit(lambda *args: traces.append(args) or tx.update(*args))
+    update = jax.jit(lambda *args: traces.append(args) or tx.update(*args))
     for t, grad in enumerate(grads):
         updates, state = update(jax.device_put(grad, where), state, params)
         for name, x in updates.items():
@@ -325,7 +325,7 @@ def compiled(tx: Any, shapes: Any, where: Any, kind: str) -> Any:
         mesh = next(iter(where.values())).mesh
         ins = (specs, of_state, specs)
         update = jax.shard_map(update, mesh=mesh, in_specs=ins, out_specs=(specs, of_state))
-    jitted = sharded.jit(update, out_shardings=(where, shardings))
+    jitted = jax.jit(update, out_shardings=(where, shardings))
     return jitted.lower(params, state, params).compile()
 
 

@@ -230,7 +230,7 @@ def compiled_and_planned(name: str, kind: str) -> tuple[int, Any]:
     }
     state = tx.init(params)
     out = (where, jax.tree.map(lambda x: x.sharding, state))
-    update = sharded.jit(tx.update, out_shardings=out).lower(params, state, params)
+    update = jax.jit(tx.update, out_shardings=out).lower(params, state, params)
     views: Any = {"muon_weight_dimension_numbers": sharded.views(leaves)}
     made = plan(params, ns_coeffs=sharded.FAST, **options, **views)
     return read_program(update.compile()).received, made

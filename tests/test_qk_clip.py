@@ -184,7 +184,7 @@ def test_fused_kernels_on_meshes(name, kind):
     if kind == "manual":
         clip = jax.shard_map(clip, mesh=mesh, in_specs=(spec, P()), out_specs=spec)
     logits = jax.device_put(LOGITS.astype("float32"), jax.NamedSharding(mesh, P()))
-    got = sharded.jit(clip)(jax.device_put(params, where), logits)
+    got = jax.jit(clip)(jax.device_put(params, where), logits)
     sharded.assert_sharded(got["qkv"], where["qkv"])
     np.testing.assert_allclose(got["qkv"], want["qkv"], rtol=1e-6)
 
@@ -263,7 +263,7 @@ def test_the_same_on_meshes(kind):
         clip = jax.shard_map(clip, mesh=mesh, in_specs=(specs, specs, P()), out_specs=(specs,) * 2)
     replicated = jax.device_put(logits, jax.NamedSharding(mesh, P()))
     placed = jax.device_put((params, zeros), (where, where))
-    step = sharded.jit(clip).lower(*placed, replicated).compile()
+    step = jax.jit(clip).lower(*placed, replicated).compile()
     assert read_program(step).counts == {}
     new, updates = step(*placed, replicated)
     for name in params:
@@ -288,7 +288,7 @@ def test_data_parallel_devices_clip_by_the_largest_logit_of_all():
 
     mesh = sharded.make_mesh({"data": 8}, "auto")
     step = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
-    got = optax.apply_updates(params, sharded.jit(step)(params, inputs))
+    got = optax.apply_updates(params, jax.jit(step)(params, inputs))
     want = clip_qk(params, {"": largest(params, inputs)}, TAU, heads={"": MHA})
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
     assert np.any(want["q"] != params["q"])

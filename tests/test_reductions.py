@@ -86,7 +86,7 @@ def test_updates_without_parameters_have_the_parameters_type(piece):
     params = place(host, reduced={"data"})
     grads = jax.jit(jax.grad(loss))(params, x)
     tx = piece()
-    updates, _ = sharded.jit(tx.update)(grads, tx.init(params))
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params))
     assert jax.tree.map(jax.typeof, updates) == jax.tree.map(jax.typeof, params)
 
 

@@ -24,7 +24,7 @@ def kernel_update(kernel: np.ndarray, mesh, spec: P, **options: Any):
     view = MuonDimensionNumbers()  # thin ones look like heads
     tx = muon(0.1, FAST, param_shardings=where, muon_weight_dimension_numbers=view, **options)
     placed = jax.device_put({"kernel": kernel}, where)
-    return sharded.jit(tx.update)(placed, sharded.jit(tx.init)(placed), placed)[0]["kernel"]
+    return jax.jit(tx.update)(placed, jax.jit(tx.init)(placed), placed)[0]["kernel"]
 
 
 def whole_update(kernel: np.ndarray, rate: float = 0.1) -> np.ndarray:
@@ -49,7 +49,7 @@ def test_the_update_does_not_depend_on_the_mesh(sizes):
     where = {f"kernel_{i}": NamedSharding(mesh, spec) for i, spec in enumerate(specs)}
     placed = jax.device_put(dict.fromkeys(where, kernel), where)
     tx = muon(0.1, FAST)
-    updates, _ = sharded.jit(tx.update)(placed, sharded.jit(tx.init)(placed), placed)
+    updates, _ = jax.jit(tx.update)(placed, jax.jit(tx.init)(placed), placed)
     want = whole_update(kernel)
     for name, sharding in where.items():
         assert reference.relative_error(updates[name], want) <= 1e-5
@@ -78,7 +78,7 @@ def test_an_axis_that_does_not_divide_is_a_clear_error(shape, spec):
     params = {"mlp": {"kernel": jax.device_put(jnp.ones(shape), whole)}}
     message = rf"mlp/kernel: dim 0 of shape \({shape[0]}, {shape[1]}\) must be a multiple of 8"
     with pytest.raises(ValueError, match=message):
-        sharded.jit(tx.update).lower(params, tx.init(params), params)
+        jax.jit(tx.update).lower(params, tx.init(params), params)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_nineteen_matrices_and_a_stack_of_three_of_two_dtypes():
             device=sharded.SLOW,
         )
         placed = jax.device_put(grads, sharded.shardings(leaves, mesh))
-        updates, _ = sharded.jit(tx.update)(placed, tx.init(placed))
+        updates, _ = jax.jit(tx.update)(placed, tx.init(placed))
         want = sharded.answers(leaves, grads)
         for name, leaf in leaves.items():
             bar = 4e-2 if name in halves else 1e-5
@@ -179,8 +179,8 @@ def test_an_optimizer_made_in_one_trace_works_in_another(kind, with_context):
         return made[0].init(params)
 
     with jax.set_mesh(mesh) if with_context else contextlib.nullcontext():
-        state = sharded.jit(create)(params)
-        updates, _ = sharded.jit(made[0].update)(params, state, params)
+        state = jax.jit(create)(params)
+        updates, _ = jax.jit(made[0].update)(params, state, params)
     want = whole_update(np.asarray(params["kernel"]))
     assert reference.relative_error(updates["kernel"], want) <= 1e-5
 
@@ -255,7 +255,7 @@ def products(shapes: dict[str, tuple[int, ...]], view: Any) -> int:
     """Matrix products in the text of an update on one device."""
     tx = scale_by_muon(weight_dimension_numbers=view)
     params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
-    lowered = sharded.jit(tx.update).lower(params, jax.eval_shape(tx.init, params))
+    lowered = jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params))
     return len(re.findall(r" dot\(", lowered.compile().as_text() or ""))
 
 
@@ -276,9 +276,9 @@ def test_grouped_results_equal_ungrouped_ones(spec):
     grads, where = sharded.gradients(leaves), sharded.shardings(leaves, mesh)
     tx = scale_by_muon(FAST, device=sharded.SLOW)
     placed = jax.device_put(grads, where)
-    together, _ = sharded.jit(tx.update)(placed, tx.init(placed))
+    together, _ = jax.jit(tx.update)(placed, tx.init(placed))
     for name, x in grads.items():
-        alone, _ = sharded.jit(tx.update)(x, tx.init(x))
+        alone, _ = jax.jit(tx.update)(x, tx.init(x))
         assert reference.relative_error(together[name], alone) <= 1e-6
 
 

@@ -74,7 +74,7 @@ def test_real_matrices_are_shared_out_evenly_at_run_time(name):
     params = {name: reference.matrix(i, *s) for i, (name, s) in enumerate(shapes.items())}
     params = jax.device_put({**params, "bias": np.zeros(32, np.float32)}, where)
     tx = muon(0.1, orthogonalizer=orthogonalizer, device=sharded.SLOW)
-    jax.block_until_ready(sharded.jit(tx.update)(params, tx.init(params), params))
+    jax.block_until_ready(jax.jit(tx.update)(params, tx.init(params), params))
     jax.effects_barrier()
     done: dict[int, int] = collections.Counter()
     for device, flops in calls:
@@ -97,7 +97,7 @@ def test_the_owners_of_a_rest_are_those_of_the_plan(count, offset, monkeypatch):
     params = {f"w{i}": jnp.full((8, 8), float(i)) for i in range(count)}
     params = jax.device_put(params, NamedSharding(mesh, P("f")))
     tx = orthogonalize(orthogonalizer=orthogonalizer, strategy="all_to_all", device=sharded.SLOW)
-    found, _ = sharded.jit(tx.update)(params, tx.init(params))
+    found, _ = jax.jit(tx.update)(params, tx.init(params))
     chex.assert_trees_all_equal(found, params)
     jax.effects_barrier()
     planner.plan_leaves.cache_clear()

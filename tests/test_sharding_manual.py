@@ -42,7 +42,7 @@ def first_updates(leaves, tx, mesh, check_vma):
     )
     grads = sharded.gradients(leaves)
     placed = jax.device_put(grads, sharded.shardings(leaves, mesh))
-    return grads, sharded.jit(mapped)(placed)
+    return grads, jax.jit(mapped)(placed)
 
 
 def assert_right(leaves, grads, updates):
@@ -99,7 +99,7 @@ def test_a_side_that_lies_over_axes_of_both_shard_maps(strategy, adaptive, check
         check_vma=check_vma,
     )
     grad = leaf.gradient(0)
-    found = sharded.jit(mapped)(jax.device_put(grad, NamedSharding(mesh, leaf.spec)))
+    found = jax.jit(mapped)(jax.device_put(grad, NamedSharding(mesh, leaf.spec)))
     (want,) = sharded.answers({"w": leaf}, {"w": grad})["w"]
     if adaptive:  # the dual norm of the mix
         want = want * np.sum(want * reference.mixes([grad])[0])
@@ -149,7 +149,7 @@ def test_fused_blocks_have_their_own_scale_outside_too(kind):
     grads, where = sharded.gradients(BLOCKS), sharded.shardings(BLOCKS, mesh)
     tx = muon(1.0, FAST, muon_weight_dimension_numbers=sharded.views(BLOCKS), param_shardings=where)
     placed = jax.device_put(grads, where)
-    updates, _ = sharded.jit(tx.update)(placed, sharded.jit(tx.init)(placed), placed)
+    updates, _ = jax.jit(tx.update)(placed, jax.jit(tx.init)(placed), placed)
     want = scaled_answers(BLOCKS, grads)
     for name, leaf in BLOCKS.items():
         assert sharded.worst_error(leaf, updates[name], want[name]) <= 1e-5, name
@@ -191,7 +191,7 @@ def test_data_parallel_training_with_whole_parameters(check_vma):
     )
     stacked = jax.device_put(np.stack(grads), NamedSharding(mesh, P("d")))
     placed = jax.device_put(param, NamedSharding(mesh, P()))
-    update, mu = sharded.jit(mapped)(placed, stacked)
+    update, mu = jax.jit(mapped)(placed, stacked)
     want = reference.muon(param["w"], [mean], learning_rate=0.1, rows=FAST)[0]
     assert reference.relative_error(update, want) <= 1e-5
     assert reference.relative_error(mu, 0.05 * mean) <= 1e-6
@@ -219,7 +219,7 @@ def test_gradient_accumulation(check_vma):
     )
     where = jax.tree.map(lambda s: NamedSharding(mesh, s), (specs, stacked))
     data = (param, {"w": np.stack(grads), "b": np.ones((4, 32), np.float32)})
-    updates = sharded.jit(mapped)(*jax.device_put(data, where))["w"]
+    updates = jax.jit(mapped)(*jax.device_put(data, where))["w"]
     means = [np.mean(grads[i : i + 2], axis=0, dtype=np.float64) for i in (0, 2)]
     want = reference.muon(param["w"], means, learning_rate=0.1, rows=FAST)
     np.testing.assert_array_equal(updates[::2], 0)
@@ -236,7 +236,7 @@ def undeclared(check_vma, spec, declared=None):
 
     tree = {"decoder": {"kernel": np.ones((16, 32), np.float32)}}
     mapped = jax.shard_map(body, mesh=mesh, in_specs=(spec,), out_specs=spec, check_vma=check_vma)
-    return sharded.jit(mapped).lower(jax.device_put(tree, NamedSharding(mesh, spec)))
+    return jax.jit(mapped).lower(jax.device_put(tree, NamedSharding(mesh, spec)))
 
 
 def test_an_undeclared_block_is_an_error_that_names_the_leaf():
@@ -259,7 +259,7 @@ def test_momentum_said_to_lie_like_its_parameter(axes, kind):
         axis_names=axes,
     )
     x = leaf.gradient(0)
-    update = sharded.jit(mapped)(jax.device_put(x, NamedSharding(mesh, leaf.spec)))
+    update = jax.jit(mapped)(jax.device_put(x, NamedSharding(mesh, leaf.spec)))
     want = sharded.answers({"w": leaf}, {"w": x})["w"]
     assert sharded.worst_error(leaf, update, want) <= 1e-5
 
@@ -301,7 +301,7 @@ def test_leaves_of_adamw_need_no_declaration():
     tx = muon(0.1)
     tree = {"bias": jax.device_put(np.ones(32, np.float32), NamedSharding(mesh, P("f")))}
     with pytest.warns(UserWarning, match="no leaf"):
-        sharded.jit(
+        jax.jit(
             jax.shard_map(
                 lambda x: tx.update(x, tx.init(x), x)[0],
                 mesh=mesh,

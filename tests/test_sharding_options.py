@@ -56,7 +56,7 @@ def test_a_function_of_the_whole_tree_says_how_parameters_are_sharded():
 
     tx: Any = muon(0.1, FAST, param_shardings=shardings)
     assert seen == []  # there are no parameters yet
-    updates, _ = sharded.jit(tx.update)(params, tx.init(params), params)  # no warning
+    updates, _ = jax.jit(tx.update)(params, tx.init(params), params)  # no warning
     assert seen == [jax.tree.map(jnp.shape, params)] * 2  # at init, and at the trace
     want = reference.muon(params["mlp"]["up"], [params["mlp"]["up"]], learning_rate=0.1, rows=FAST)
     assert reference.relative_error(updates["mlp"]["up"], want[0]) <= 1e-5
@@ -66,7 +66,7 @@ def test_a_function_of_the_whole_tree_says_how_parameters_are_sharded():
 def test_a_function_gets_the_gradients_where_there_are_no_parameters():
     params = placed()
     tx: Any = muon(0.1, FAST, param_shardings=by_rank)
-    step = sharded.jit(lambda g, s: tx.update(g, s))
+    step = jax.jit(lambda g, s: tx.update(g, s))
     without, _ = step(params, tx.init(params))
     sharded.assert_sharded(without["mlp"]["up"], NamedSharding(mesh(), ROWS))
 
@@ -75,7 +75,7 @@ def test_a_function_gets_the_gradients_where_there_are_no_parameters():
 def test_pieces_take_functions(make):
     up = placed()["mlp"]["up"]
     tx = make(FAST, param_shardings=lambda _: ROWS)
-    updates, _ = sharded.jit(tx.update)(up, tx.init(up))
+    updates, _ = jax.jit(tx.update)(up, tx.init(up))
     assert updates.shape == up.shape
 
 
@@ -101,7 +101,7 @@ def test_what_a_function_returns_is_checked():
     params = placed()
     wrong: Any = lambda params: {"mlp": "f"}  # noqa: E731
     with pytest.raises(TypeError, match=r"a sharding must be a NamedSharding.*'f'"):
-        sharded.jit(muon(0.1, param_shardings=wrong).update).lower(
+        jax.jit(muon(0.1, param_shardings=wrong).update).lower(
             params, muon(0.1).init(params), params
         )
     with pytest.raises(TypeError, match=r"a sharding must be a NamedSharding.*'f'"):
@@ -164,7 +164,7 @@ def linen_params() -> Any:
 def check_update(tx: Any, params: Any) -> None:
     """Nothing is left to the partitioner, and updates stay where parameters are."""
     grads = jax.tree.map(jnp.sin, params)
-    updates, _ = sharded.jit(tx.update)(grads, tx.init(params), params)
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
     pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(grads), strict=True)
     for got, grad in pairs:
         if grad.ndim == 2:
@@ -195,7 +195,7 @@ def test_a_boxs_own_mesh_and_rules_count(kind):
 def test_logical_names_that_no_rule_translates_say_nothing():
     params = linen_params()
     with pytest.warns(MuonWarning, match=rf"{HIDDEN}.*: down/kernel \(32, 16\)$"):
-        sharded.jit(muon(0.1, FAST).update).lower(params, muon(0.1).init(params), params)
+        jax.jit(muon(0.1, FAST).update).lower(params, muon(0.1).init(params), params)
 
 
 @pytest.mark.parametrize("axes", [("f", None, None), ("nowhere", None), (None, "f")])
@@ -203,7 +203,7 @@ def test_metadata_that_does_not_fit_says_nothing(axes):
     whole = jax.device_put(jnp.ones((16, 12)), NamedSharding(mesh(), P()))
     params: Any = {"w": nn.Partitioned(whole, axes)}
     with pytest.warns(MuonWarning, match=HIDDEN):
-        sharded.jit(muon(0.1, FAST).update).lower(params, muon(0.1).init(params), params)
+        jax.jit(muon(0.1, FAST).update).lower(params, muon(0.1).init(params), params)
 
 
 @pytest.mark.parametrize(("axes", "is_read"), [(("x", "y"), True), (("y", None), False)])
@@ -215,7 +215,7 @@ def test_on_axes_of_both_kinds_metadata_must_agree_with_the_type(axes, is_read):
     jax.eval_shape(lambda tree: found.append(ShardingOptions().of(tree).params), {"w": box})
     assert found == [{("w",): P(*axes)} if is_read else None]
     tx: Any = muon(0.1, FAST)
-    updates, _ = sharded.jit(tx.update)({"w": box}, tx.init({"w": box}), {"w": box})
+    updates, _ = jax.jit(tx.update)({"w": box}, tx.init({"w": box}), {"w": box})
     want = reference.muon(w, [w], learning_rate=0.1, rows=FAST)[0]
     assert reference.relative_error(updates["w"].value, want) <= 1e-5
 
@@ -311,7 +311,7 @@ def test_without_a_mesh_metadata_means_nothing():
     tx = muon(0.1, FAST)
     with rules(), warnings.catch_warnings():
         warnings.simplefilter("error")
-        sharded.jit(tx.update)(params, tx.init(params), params)
+        jax.jit(tx.update)(params, tx.init(params), params)
         assert {row.strategy for row in plan(params).rows} == {"local"}
     with pytest.raises(ValueError, match="kernel: give a NamedSharding"):
         state_shardings(tx, abstract_linen())

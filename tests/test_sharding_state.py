@@ -67,7 +67,7 @@ def test_every_moment_is_born_where_its_parameter_lies(kind, declared, with_cont
 def test_every_moment_stays_where_its_parameter_lies(kind):
     where, params = make(kind)
     tx = muon(0.1, FAST, weight_decay=0.1, param_shardings=where)
-    updates, state = sharded.jit(tx.update)(params, sharded.jit(tx.init)(params), params)
+    updates, state = jax.jit(tx.update)(params, jax.jit(tx.init)(params), params)
     assert len(moments(state)) == 5
     for name, x in (*moments(state), *updates.items()):
         sharded.assert_sharded(x, where[name])
@@ -230,14 +230,14 @@ def test_a_state_moves_to_another_mesh():
     _, params = make()
     tx = muon(0.1, FAST)
     grads = jax.tree.map(jnp.sin, params)
-    _, state = sharded.jit(tx.update)(params, jax.jit(tx.init)(params), params)
-    want, _ = sharded.jit(tx.update)(grads, state, params)
+    _, state = jax.jit(tx.update)(params, jax.jit(tx.init)(params), params)
+    want, _ = jax.jit(tx.update)(grads, state, params)
     there, new = make(sizes={"f": 8}, specs=dict.fromkeys(SHAPES, P("f")))
     moved = jax.device_put(jax.device_get(state), state_shardings(tx, new))
     for (name, old), (_, x) in zip(moments(state), moments(moved), strict=True):
         sharded.assert_sharded(x, there[name])
         np.testing.assert_array_equal(x, old)
-    got, _ = sharded.jit(tx.update)(jax.device_put(jax.device_get(grads), there), moved, new)
+    got, _ = jax.jit(tx.update)(jax.device_put(jax.device_get(grads), there), moved, new)
     for name in SHAPES:
         assert reference.relative_error(got[name], want[name]) <= 1e-5
 
@@ -263,7 +263,7 @@ def test_what_was_put_nowhere_meets_what_lies_on_the_mesh(kind, off, with_contex
     state = tx.init(placed if off == "gradients" else grads)
     given = placed if off == "state" else grads
     with jax.set_mesh(mesh) if with_context else contextlib.nullcontext():
-        updates, _ = sharded.jit(tx.update)(given, state, placed)
+        updates, _ = jax.jit(tx.update)(given, state, placed)
     for name, want in sharded.answers(LEAVES, grads).items():
         assert sharded.worst_error(LEAVES[name], updates[name], want) <= 1e-5
         sharded.assert_sharded(updates[name], where[name])
@@ -306,8 +306,8 @@ def test_momentum_that_lies_elsewhere(kind, strategy):
     )
     grads = sharded.gradients(leaves)
     placed = jax.device_put(grads, where)
-    start = sharded.jit(tx.init)(placed)
-    updates, state = sharded.jit(tx.update)(placed, start)
+    start = jax.jit(tx.init)(placed)
+    updates, state = jax.jit(tx.update)(placed, start)
     want = sharded.answers(leaves, grads)
     for name, leaf in leaves.items():
         assert sharded.worst_error(leaf, updates[name], want[name]) <= 1e-5
@@ -385,7 +385,7 @@ def test_momentum_that_lies_elsewhere_along_axes_of_size_one(kind):
     )
     grads = sharded.gradients(leaves)
     placed = jax.device_put(grads, where)
-    updates, state = sharded.jit(tx.update)(placed, sharded.jit(tx.init)(placed))
+    updates, state = jax.jit(tx.update)(placed, jax.jit(tx.init)(placed))
     for name, want in sharded.answers(leaves, grads).items():
         assert sharded.worst_error(leaves[name], updates[name], want) <= 1e-5
         sharded.assert_sharded(updates[name], where[name])
@@ -404,8 +404,8 @@ def zero_1():
 
 def test_the_whole_optimizer_with_momentum_that_lies_elsewhere():
     tx, params, where, there = zero_1()
-    state = sharded.jit(tx.init)(params)
-    updates, state = sharded.jit(tx.update)(params, state, params)
+    state = jax.jit(tx.init)(params)
+    updates, state = jax.jit(tx.update)(params, state, params)
     kernel = params["kernel"]
     want = reference.muon(kernel, [kernel], learning_rate=0.1, rows=FAST, weight_decay=0.1)
     assert reference.relative_error(updates["kernel"], want[0]) <= 1e-5
@@ -482,7 +482,7 @@ def test_a_state_made_under_vmap_goes_on_under_vmap(jit):
     for count in counts:
         sharded.assert_sharded(count, NamedSharding(mesh, P("members")))
         np.testing.assert_array_equal(count, 0)
-    step, updates = sharded.jit(jax.vmap(tx.update)), []
+    step, updates = jax.jit(jax.vmap(tx.update)), []
     for grad in grads:
         new, state = step({**params, "w": jax.device_put(grad, where)}, state, params)
         updates.append(new["w"])

@@ -54,7 +54,7 @@ def members(kind: str, spec: P, strategy: str, axis: str | None = None, within: 
         update = within(lambda g: tx.update(g, tx.init(g))[0])
         return jax.vmap(update, spmd_axis_name=axis)(x)
 
-    updates = sharded.jit(step)(jax.device_put(x, where))
+    updates = jax.jit(step)(jax.device_put(x, where))
     want = sharded.answers({"w": leaf}, {"w": x})["w"]
     return sharded.worst_error(leaf, updates, want), updates, where
 
@@ -96,7 +96,7 @@ def test_what_all_members_share_under_vmap(kind):
     tx = scale_by_muon(FAST, param_shardings=P("f") if kind == "auto" else None, strategy="gather")
     grad, factors = jax.device_put(x, where), jax.device_put(np.arange(4.0), members)
     step = jax.vmap(lambda g, factor: factor * tx.update(g, tx.init(g))[0], in_axes=(None, 0))
-    updates = sharded.jit(step)(grad, factors)
+    updates = jax.jit(step)(grad, factors)
     want = reference.newton_schulz(reference.mixes([x])[0], FAST)
     for factor, update in enumerate(updates):
         np.testing.assert_allclose(update, factor * want, atol=1e-5)
@@ -114,7 +114,7 @@ def error_by_gram(kind: str, member: str | None, strategy: str) -> float:
         device=DeviceModel("slow links", 1e14, 1e14, 1e8),
     )
     x = leaf.gradient(0)
-    step = sharded.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0]))
+    step = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0]))
     updates = step(jax.device_put(x, NamedSharding(mesh, leaf.spec)))
     return sharded.worst_error(leaf, updates, sharded.answers({"w": leaf}, {"w": x})["w"])
 
@@ -157,7 +157,7 @@ def test_members_of_matrices_cut_over_two_axes(kind, spec, strategy):
     tx = scale_by_muon(FAST, strategy=strategy, param_shardings=inner if kind == "auto" else None)
     mesh = make_mesh({"m": 2, "x": 2, "y": 2}, kind)
     step = jax.vmap(lambda g: tx.update(g, tx.init(g))[0])
-    updates = sharded.jit(step)(jax.device_put(x, NamedSharding(mesh, spec)))
+    updates = jax.jit(step)(jax.device_put(x, NamedSharding(mesh, spec)))
     want = sharded.answers({"w": leaf}, {"w": x})["w"]
     assert sharded.worst_error(leaf, updates, want) <= 1e-5
 
@@ -179,7 +179,7 @@ def test_members_of_merged_and_cut_axes(kind, shape, view):
     )
     x = np.stack([leaf.gradient(seed) for seed in range(4)])
     step = jax.vmap(lambda g: tx.update(g, tx.init(g))[0])
-    updates = sharded.jit(step)(jax.device_put(x, NamedSharding(mesh, P("m", *spec))))
+    updates = jax.jit(step)(jax.device_put(x, NamedSharding(mesh, P("m", *spec))))
     for found, grad in zip(updates, x, strict=True):
         want = sharded.answers({"w": leaf}, {"w": grad})["w"]
         assert sharded.worst_error(leaf, found, want) <= 1e-5
@@ -195,7 +195,7 @@ def test_members_on_one_device_each_along_an_axis_of_size_one(strategy):
     x = leaf.gradient(0)
     where = NamedSharding(mesh, leaf.spec)
     step = jax.vmap(lambda g: tx.update(g, tx.init(g))[0])
-    updates = sharded.jit(step)(jax.device_put(x, where))
+    updates = jax.jit(step)(jax.device_put(x, where))
     want = sharded.answers({"w": leaf}, {"w": x})["w"]
     assert sharded.worst_error(leaf, updates, want) <= 1e-5
     sharded.assert_sharded(updates, where)
@@ -218,7 +218,7 @@ def test_members_whose_results_are_written_to_a_place_of_their_own(kind, spec):
         max_workspace_bytes=1,
     )
     step = jax.vmap(lambda g: tx.update(g, tx.init(g))[0])
-    updates = sharded.jit(step)(jax.device_put(x, NamedSharding(mesh, spec)))
+    updates = jax.jit(step)(jax.device_put(x, NamedSharding(mesh, spec)))
     want = sharded.answers({"w": leaf}, {"w": x})["w"]
     assert sharded.worst_error(leaf, updates, want) <= 4e-2
 
@@ -255,8 +255,8 @@ def test_the_whole_optimizer_of_members(kind):
         axis = NamedSharding(mesh, P("m"))
         return jax.tree.map(lambda x: members_of(x, axis) if x.ndim == 1 else x, state)
 
-    state = counts(sharded.jit(jax.vmap(tx.init))(params))
-    updates, state = sharded.jit(jax.vmap(tx.update))(params, state, params)
+    state = counts(jax.jit(jax.vmap(tx.init))(params))
+    updates, state = jax.jit(jax.vmap(tx.update))(params, state, params)
     want = [
         reference.muon(x, [x], learning_rate=0.1, rows=FAST)[0] for x in np.asarray(params["w"])
     ]
@@ -288,8 +288,8 @@ def test_gradients_through_a_checkpointed_update(kind, strategy):
         return scale_by_muon(FAST, weight_dimension_numbers=STACK, ns_method="gram", **options)
 
     together = tx(strategy=strategy, param_shardings=leaf.spec)
-    got = sharded.jit(jax.grad(lambda x: loss(x, together)))(jax.device_put(x, where))
-    want = sharded.jit(jax.grad(lambda x: loss(x, tx())))(x)
+    got = jax.jit(jax.grad(lambda x: loss(x, together)))(jax.device_put(x, where))
+    want = jax.jit(jax.grad(lambda x: loss(x, tx())))(x)
     assert sharded.worst_error(leaf, got, leaf.blocks(want)) <= 1e-5
     sharded.assert_sharded(got, where)
 
@@ -297,9 +297,9 @@ def test_gradients_through_a_checkpointed_update(kind, strategy):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_context_mesh_changes_nothing(kind):
     where, params, grads, tx = model(kind)
-    alone = sharded.jit(tx.update)(grads[0], jax.jit(tx.init)(params), params)[0]
+    alone = jax.jit(tx.update)(grads[0], jax.jit(tx.init)(params), params)[0]
     with jax.set_mesh(params["w"].sharding.mesh):
-        within = sharded.jit(tx.update)(grads[0], jax.jit(tx.init)(params), params)[0]
+        within = jax.jit(tx.update)(grads[0], jax.jit(tx.init)(params), params)[0]
     np.testing.assert_array_equal(within["w"], alone["w"])
     sharded.assert_sharded(within["w"], where["w"])
 
@@ -312,7 +312,7 @@ def test_an_unknown_sharding_is_right_and_warned_of_once():
     placed = jax.device_put(grads, where)
     state = jax.jit(tx.init)(placed)
     with pytest.warns(MuonWarning, match=r"param_shardings.*a \(16, 32\), b \(3, ") as caught:
-        updates, _ = sharded.jit(tx.update)(placed, state)
+        updates, _ = jax.jit(tx.update)(placed, state)
     assert len(caught) == 1
     want = sharded.answers(leaves, grads)
     for name, leaf in leaves.items():
@@ -326,6 +326,6 @@ def test_no_warning_where_the_sharding_is_known():
     declared = scale_by_muon(FAST, param_shardings=P("f"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        sharded.jit(declared.update).lower(x, declared.init(x))
+        jax.jit(declared.update).lower(x, declared.init(x))
         one_device = scale_by_muon(FAST)
-        sharded.jit(one_device.update).lower(np.asarray(x), one_device.init(np.asarray(x)))
+        jax.jit(one_device.update).lower(np.asarray(x), one_device.init(np.asarray(x)))

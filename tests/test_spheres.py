@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 import reference
-import sharded
 import variants_on_meshes as meshes
 import variants_oracle as oracle
 from jax.sharding import PartitionSpec as P
@@ -71,7 +70,7 @@ def test_what_a_sphere_spans(kind):
         update = lambda u, w, tx=tx: tx.update(u, tx.init(w), w)[0]  # noqa: E731
         if kind == "manual":
             update = jax.shard_map(update, mesh=mesh, in_specs=(spec, spec), out_specs=spec)
-        got = sharded.jit(update)(*jax.device_put((directions, weights), where))
+        got = jax.jit(update)(*jax.device_put((directions, weights), where))
         w, u = weights.astype(np.float64), directions.astype(np.float64)
         sizes = [np.sqrt(np.sum(x**2, axes, keepdims=True)) for x in (w, u)]
         new = w - 0.1 * sizes[0] * u / sizes[1]
@@ -144,7 +143,7 @@ def test_bfloat16_weights_stay_near_their_sphere():
     weights = jnp.asarray(meshes.arrays(0, {"w": (32, 32)})["w"], "bfloat16")
     tx: Any = hyperball(0.01)
     state, size = tx.init(weights), float(jnp.linalg.norm(weights.astype("float32")))
-    update = sharded.jit(tx.update)
+    update = jax.jit(tx.update)
     for t in range(50):
         direction = jnp.asarray(meshes.arrays(t, {"w": (32, 32)})["w"], "bfloat16")
         updates, state = update(direction, state, weights)

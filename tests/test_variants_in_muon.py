@@ -12,7 +12,7 @@ import sharded
 import variants_on_meshes as meshes
 import variants_oracle as oracle
 from jax.sharding import PartitionSpec as P
-from running import QUICK, run
+from running import run
 
 from muon_optax import (
     BlockPeriodic,
@@ -201,7 +201,7 @@ def test_muon_is_the_same_on_meshes(name, kind):
         init = jax.shard_map(init, mesh=mesh, in_specs=(SPECS,), out_specs=of_state)
         ins = (SPECS, of_state, SPECS)
         update = jax.shard_map(update, mesh=mesh, in_specs=ins, out_specs=(SPECS, of_state))
-    state, update = sharded.jit(init)(params), sharded.jit(update)
+    state, update = jax.jit(init)(params), jax.jit(update)
     for t, grad in enumerate(grads):
         updates, state = update(jax.device_put(grad, where), state, params)
         meshes.check_shardings(state, expected)
@@ -222,7 +222,7 @@ def test_muon_is_the_same_under_zero_1(name, kind):
     want, _, _ = run(in_muon(**options), arrays(0), grads, jit=True)
     tx = in_muon(param_shardings=where, mu_shardings=there, **options)
     params = jax.device_put(arrays(0), where)
-    state, update = tx.init(params), sharded.jit(tx.update)
+    state, update = tx.init(params), jax.jit(tx.update)
     for t, grad in enumerate(grads):
         updates, state = update(jax.device_put(grad, where), state, params)
         meshes.check_shardings(state, state_shardings(tx, params))
@@ -237,7 +237,7 @@ def test_a_run_goes_on_with_the_same_bits(name):
     tx, grads = in_muon(**VARIANTS[name][0]), [arrays(seed) for seed in range(1, 5)]
     want, end, _ = run(tx, arrays(0), grads, jit=True)
     _, state, params = run(tx, arrays(0), grads[:2], jit=True)
-    saved, update = jax.tree.map(np.asarray, state), jax.jit(tx.update, compiler_options=QUICK)
+    saved, update = jax.tree.map(np.asarray, state), jax.jit(tx.update)
     check_state(tx, params, saved)
     for t, grad in enumerate(grads[2:], start=2):
         updates, saved = update(grad, saved, params)
@@ -352,7 +352,7 @@ def test_adamh_for_a_named_leaf_beside_muon(kind):
     ball, place = oracle.Hyperball(lambda _: 0.05), lambda x: jax.device_put(x, where)
     params = place(params)
     shardings = where and state_shardings(tx, params, where)
-    state, update = sharded.jit(tx.init, out_shardings=shardings)(params), sharded.jit(tx.update)
+    state, update = jax.jit(tx.init, out_shardings=shardings)(params), jax.jit(tx.update)
     for t, grad in enumerate(grads, start=1):
         updates, state = update(place(grad), state, params)
         if where:

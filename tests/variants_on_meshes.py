@@ -144,8 +144,8 @@ def run(case: Case, kind: str) -> tuple[list[Tree], Tree]:
         ins = (specs, of_state, specs)
         update = jax.shard_map(update, mesh=mesh, in_specs=ins, out_specs=(specs, of_state))
     place = lambda x: jax.device_put(x, where) if where else x  # noqa: E731
-    weights, updates, step = place(weights), [], sharded.jit(update)
-    state = sharded.jit(init)(weights)
+    weights, updates, step = place(weights), [], jax.jit(update)
+    state = jax.jit(init)(weights)
     for t in range(case.steps):
         if where and t in (0, case.steps - 1):
             check_shardings(state, shardings)

@@ -91,7 +91,6 @@ class Run:
             **os.environ,
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(devices),
-            "XLA_FLAGS": "--xla_backend_optimization_level=0",
             **added,
         }
         return subprocess.Popen(
