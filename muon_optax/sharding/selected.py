@@ -74,6 +74,11 @@ class SelectedLeaf:
         """The leaf's view."""
         return self.whole.view
 
+    @property
+    def used_roles(self) -> tuple[SliceRole, ...]:
+        """The roles along which slices are chosen, each once."""
+        return tuple(dict.fromkeys(self.roles))
+
     def axes(self, role: SliceRole) -> tuple[int, ...]:
         """The leaf's axes of a role, in the order in which they are merged."""
         return self.view.output_axes if role == "output" else self.view.reduction_axes
@@ -154,9 +159,23 @@ class SelectedLeaf:
             return sharding
         return _of_slices(sharding, self.axes(self.roles[0]), sum(self.counts))
 
+    def end(self, move: LeafSharding | None) -> LeafSharding:
+        """How results are sharded once zeros are between the slices that are orthogonalised.
+
+        Args:
+          move: how their parameter is sharded, if they still have to be moved there.
+
+        Returns:
+          That, where slices alone can be moved, which is less to send.
+        """
+        own = self.whole.result_sharding or self.whole.sharding
+        if self.axis is None or move is None or (move.mesh, move.known) != (own.mesh, own.known):
+            return own
+        return move if self.is_whole_along_slices(move) else own
+
     def is_whole_along_slices(self, sharding: LeafSharding) -> bool:
         """Whether no mesh axis shards what slices are chosen along."""
-        return not sharding.axes_of([a for role in set(self.roles) for a in self.axes(role)])
+        return not sharding.axes_of([a for role in self.used_roles for a in self.axes(role)])
 
 
 def selected(leaf: BoundLeaf, fraction: float, each: SlicesOf) -> SelectedLeaf:
@@ -172,7 +191,7 @@ def selected(leaf: BoundLeaf, fraction: float, each: SlicesOf) -> SelectedLeaf:
       The leaf and the one in its place.
     """
     shapes = _blocks(leaf.view)
-    roles = tuple(_role(shape, each) for shape in shapes)
+    roles: tuple[SliceRole, ...] = tuple(_role(shape, each) for shape in shapes)
     sizes = [_size(shape, role) for shape, role in zip(shapes, roles, strict=True)]
     counts = tuple(min(n, max(1, math.ceil(fraction * n))) for n in sizes)
     found = SelectedLeaf(leaf, leaf, roles, counts)
@@ -194,13 +213,13 @@ def selected(leaf: BoundLeaf, fraction: float, each: SlicesOf) -> SelectedLeaf:
 
 def _makes_a_leaf(found: SelectedLeaf) -> bool:
     """Whether the chosen slices make a leaf of smaller matrices."""
-    roles = set(found.roles)
-    if len(roles) > 1 or not found.is_whole_along_slices(found.whole.sharding):
+    role = found.roles[0]
+    if len(found.used_roles) > 1 or not found.is_whole_along_slices(found.whole.sharding):
         return False
     # Blocks that are fused along the other side each have places of their own.
-    if len(found.counts) > 1 and roles != {_cut_role(found.view)}:
+    if len(found.counts) > 1 and role != _cut_role(found.view):
         return False
-    axes = found.axes(found.roles[0])
+    axes = found.axes(role)
     return axes == tuple(range(axes[0], axes[0] + len(axes)))
 
 

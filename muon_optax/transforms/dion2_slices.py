@@ -82,6 +82,17 @@ class Dion2:
         """The leaves, and those that are orthogonalised in their places."""
         return [selected(leaf, self.fraction, self.each) for leaf in leaves]
 
+    def planned(self, leaves: Sequence[BoundLeaf]) -> list[BoundLeaf]:
+        """The leaves that are orthogonalised in the places of these."""
+        return [row.leaf for row in self.selected(leaves)]
+
+    def moved(
+        self, leaf: BoundLeaf, old: LeafSharding, new: LeafSharding
+    ) -> tuple[LeafSharding, LeafSharding]:
+        """The shardings of what is moved, where a leaf's results go from one to another."""
+        row = selected(leaf, self.fraction, self.each)
+        return (row.sharding(old), row.sharding(new)) if row.end(new) is new else (old, new)
+
     def formed(
         self,
         run: Callable[..., list[Arrays]],
@@ -101,7 +112,7 @@ class Dion2:
         picked = _on_blocks(_Select, [(row, row.whole.sharding) for row in rows], decay, pairs)
         x = [(formed,) for formed, *_ in picked]
         found = run([row.leaf for row in rows], elementwise=_AS_IT_IS, scalars=(decay,), operands=x)
-        ends = [_end(row, move) for row, move in zip(rows, ready.moves, strict=True)]
+        ends = [row.end(move) for row, move in zip(rows, ready.moves, strict=True)]
         compact = [i for i, row in enumerate(rows) if row.axis is not None]
         moved = [
             place(
@@ -119,16 +130,6 @@ class Dion2:
 
 # What is orthogonalised is formed before.
 _AS_IT_IS = Elementwise(prepare=lambda scalars, x: x, keep=lambda scalars, x: ())
-
-
-def _end(row: SelectedLeaf, move: LeafSharding | None) -> LeafSharding:
-    """How results are sharded once zeros are between them: as their parameter, if that can be.
-
-    What is moved to there is smaller without the zeros.
-    """
-    own = row.whole.result_sharding or row.whole.sharding
-    can_move = move is not None and move.mesh == own.mesh and move.known == own.known
-    return move if can_move and row.is_whole_along_slices(move) else own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,11 +187,11 @@ class _Select:
         """What is orthogonalised, the new momentum, and places of slices that make a leaf."""
         leaves = [dataclasses.replace(row.whole, sharding=sharding) for row, sharding in self.rows]
         new = [_sum(*pair) for pair in pairs]
-        keys = [
+        keys: list[tuple[int, SliceRole]] = [
             (i, role)
             for i, (row, _) in enumerate(self.rows)
             if not row.selects_all
-            for role in sorted(set(row.roles))
+            for role in row.used_roles
         ]
         scores = all_sums([(_Scores(leaves[i], role), jnp.abs(new[i])) for i, role in keys])
         chosen: list[dict[SliceRole, Chosen]] = [{} for _ in leaves]

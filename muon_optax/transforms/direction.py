@@ -181,6 +181,7 @@ class Direction:
     def __post_init__(self) -> None:
         check_float_dtype("ns_dtype", self.ns_dtype)
         check_block_periodic(self.block_periodic)
+        check_dion2(self.dion2)
         if self.dion2 is not None:
             others = {"sign": self.sign, "block_periodic": self.block_periodic}
             self.dion2.check_options(self.momentum, **others)
@@ -276,6 +277,12 @@ def check_block_periodic(value: Any) -> None:
     """Raises TypeError unless `value` is None or a BlockPeriodic."""
     if value is not None and not isinstance(value, BlockPeriodic):
         raise TypeError(f"block_periodic must be a BlockPeriodic or None, got {value!r}")
+
+
+def check_dion2(value: Any) -> None:
+    """Raises TypeError unless `value` is None or a Dion2."""
+    if value is not None and not isinstance(value, Dion2):
+        raise TypeError(f"dion2 must be a Dion2 or None, got {value!r}")
 
 
 def _either(predicate: jax.Array, true: Callable, false: Callable, *operands: Any) -> Any:
