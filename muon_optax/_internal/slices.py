@@ -1,9 +1,13 @@
 """Chooses slices of arrays by their scores, gathers them, and puts them back between zeros."""
 
+import math
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-__all__ = ["gathered", "largest", "places_of", "scattered"]
+__all__ = ["gathered", "largest", "largest_of_each", "places_of", "scattered"]
 
 
 def largest(scores: jax.Array, count: int) -> jax.Array:
@@ -21,6 +25,47 @@ def largest(scores: jax.Array, count: int) -> jax.Array:
       [1, 2]
     """
     return jnp.sort(jax.lax.top_k(scores, count)[1], axis=-1)
+
+
+def largest_of_each(
+    rows: Sequence[tuple[jax.Array, int]],
+) -> list[tuple[jax.Array, jax.Array]]:
+    """`largest` and `places_of` of several scores, of which equal ones are handled at once.
+
+    Each would be a sort of its own, which takes XLA long to compile.
+
+    Args:
+      rows: scores (..., n) and counts.
+
+    Returns:
+      Indices (..., count), and places (..., n).
+
+    Example:
+      >>> rows = [(jnp.array([1.0, 3.0, 2.0]), 2), (jnp.array([[3.0, 1.0, 2.0]]), 2)]
+      >>> [(indices.tolist(), places.tolist()) for indices, places in largest_of_each(rows)]
+      [([1, 2], [-1, 0, 1]), ([[0, 2]], [[0, -1, 1]])]
+    """
+    groups: dict[tuple, list[int]] = {}
+    for i, (scores, count) in enumerate(rows):
+        # Joined scores would vary over the same Manual mesh axes, and so would results.
+        varying = frozenset(jax.typeof(scores).manual_axis_type.varying)
+        groups.setdefault((scores.shape[-1], count, scores.dtype, varying), []).append(i)
+    found = {}
+    for (size, count, *_), members in groups.items():
+        if len(members) == 1:  # whatever the types of its dims on an Explicit mesh
+            (i,) = members
+            indices = largest(rows[i][0], count)
+            found[i] = indices, places_of(indices, size)
+            continue
+        leads = [rows[i][0].shape[:-1] for i in members]
+        joined = jnp.concatenate([rows[i][0].reshape(-1, size) for i in members])
+        indices = largest(joined, count)
+        places = places_of(indices, size)
+        ends = np.cumsum([math.prod(lead) for lead in leads])[:-1]
+        parts = zip(jnp.split(indices, ends), jnp.split(places, ends), leads, members, strict=True)
+        for own, own_places, lead, i in parts:
+            found[i] = own.reshape(*lead, count), own_places.reshape(*lead, size)
+    return [found[i] for i in range(len(rows))]
 
 
 def places_of(indices: jax.Array, size: int) -> jax.Array:

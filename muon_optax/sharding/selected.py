@@ -16,13 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from muon_optax._internal.slices import gathered, largest, places_of, scattered
+from muon_optax._internal.slices import gathered, scattered
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.specs import LeafSharding
 from muon_optax.views.matrix_view import BoundView
 
 __all__ = ["Chosen", "SelectedLeaf", "SliceRole", "SlicesOf", "selected"]
 
+Sizes = tuple[int, ...]
 SliceRole = Literal["input", "output"]
 SlicesOf = Literal["shorter", "output", "input"]
 
@@ -83,45 +84,82 @@ class SelectedLeaf:
         """The leaf's axes of a role, in the order in which they are merged."""
         return self.view.output_axes if role == "output" else self.view.reduction_axes
 
-    def choose(self, scores: jax.Array, role: SliceRole) -> Chosen:
-        """The slices with the largest scores in each matrix; of equal ones the first.
+    def lines(self, scores: jax.Array, role: SliceRole) -> list[tuple[jax.Array, int]]:
+        """The scores of slices that compete with each other, and how many of them are chosen.
 
         Args:
-          scores: in the dims of the result's `places`.
+          scores: of the leaf's dims: those of the role whole, the other matrix dims 1; where
+            several blocks are fused along these, a last dim has an entry for each.
           role: the role along which they are chosen.
+
+        Returns:
+          Scores (..., n) and counts: of all matrices, or of each block that is fused along the
+          role.
+        """
+        axes, order = self.axes(role), self._order(role, scores.ndim)
+        x = scores.transpose(order)
+        x = x.reshape(*x.shape[: -len(axes)], math.prod(x.shape[-len(axes) :]))
+        rivals = self._rivals(role)
+        if len(rivals) == 1:
+            return [(x, rivals[0])]
+        view, lead = self.view, x.shape[:-1]
+        x = x.reshape(*lead, view.groups, sum(view.block_sizes))
+        parts = jnp.split(x, np.cumsum(view.block_sizes)[:-1], -1)
+        return [
+            (part.reshape(*lead, view.groups * part.shape[-1]), count)
+            for part, count in zip(parts, rivals, strict=True)
+        ]
+
+    def choice(
+        self, found: Sequence[tuple[jax.Array, jax.Array]], shape: Sizes, role: SliceRole
+    ) -> Chosen:
+        """Which slices of the leaf are chosen.
+
+        Args:
+          found: for each of `lines` the indices of the largest, and the places of all.
+          shape: of the scores.
+          role: as in `lines`.
 
         Returns:
           The slices.
         """
-        axes = self.axes(role)
-        order = (*(d for d in range(scores.ndim) if d not in axes), *axes)
-        lines = scores.transpose(order)
-        lead = lines.shape[: -len(axes)]
-        sizes = lines.shape[len(lead) :]
-        lines = lines.reshape(*lead, math.prod(sizes))
-        found = [
-            jnp.asarray(rivals)[largest(lines[..., rivals], count)]
-            for rivals, count in self._rivals(role)
-        ]
-        indices = jnp.concatenate(found, -1)
-        places = places_of(indices, lines.shape[-1]).reshape(*lead, *sizes)
-        places = places.transpose(np.argsort(order))
+        indices, places = self._joined(found)
+        order = self._order(role, len(shape))
+        places = places.reshape([shape[d] for d in order]).transpose(np.argsort(order))
         if self.axis is None:
             return Chosen(places, None)
         return Chosen(places, jnp.moveaxis(indices, -1, self.axis))
 
-    def _rivals(self, role: SliceRole) -> list[tuple[np.ndarray, int]]:
-        """Which slices along a role's merged axes compete, and how many of them are chosen."""
+    def _joined(self, found: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
+        """Indices and places along a role's merged axes, of those of each block."""
+        if len(found) == 1:
+            return found[0]
         view = self.view
-        length = math.prod(view.shape[a] for a in self.axes(role))
+        all_indices, all_places, start, offset = [], [], 0, 0
+        for size, (indices, places) in zip(view.block_sizes, found, strict=True):
+            group, rest = indices // size, indices % size
+            all_indices.append(group * sum(view.block_sizes) + start + rest)
+            places = jnp.where(places >= 0, places + offset, -1)
+            all_places.append(places.reshape(*places.shape[:-1], view.groups, size))
+            start, offset = start + size, offset + indices.shape[-1]
+        joined = jnp.concatenate(all_places, -1)
+        return (
+            jnp.concatenate(all_indices, -1),
+            joined.reshape(*joined.shape[:-2], joined.shape[-2] * joined.shape[-1]),
+        )
+
+    def _order(self, role: SliceRole, rank: int) -> Sizes:
+        """The dims of scores, those of a role last."""
+        axes = self.axes(role)
+        return (*(d for d in range(rank) if d not in axes), *axes)
+
+    def _rivals(self, role: SliceRole) -> list[int]:
+        """How many slices are chosen of all matrices, or of each block fused along the role."""
         rows = list(zip(self.roles, self.counts, strict=True))
-        if len(rows) == 1 or role != _cut_role(view):
-            return [(np.arange(length), next(count for r, count in rows if r == role))]
-        block_of_place = np.tile(np.repeat(range(len(rows)), view.block_sizes), view.groups)
-        return [
-            (np.flatnonzero(block_of_place == i), count if r == role else 1)
-            for i, (r, count) in enumerate(rows)
-        ]
+        if len(rows) == 1 or role != _cut_role(self.view):
+            return [next(count for own, count in rows if own == role)]
+        # A block that has slices along the other role ignores these.
+        return [count if own == role else 1 for own, count in rows]
 
     def gather(self, x: jax.Array, indices: jax.Array) -> jax.Array:
         """An array of `whole`, or a block of one, as one of `leaf`, which is made of slices."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from muon_optax._internal.checks import check_choice, check_number, check_static
 from muon_optax._internal.dtypes import wide_dtype
+from muon_optax._internal.slices import largest_of_each
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.execution import Prepared
 from muon_optax.sharding.placement import on_mesh_of, place
@@ -187,6 +188,13 @@ class _Select:
         """What is orthogonalised, the new momentum, and places of slices that make a leaf."""
         leaves = [dataclasses.replace(row.whole, sharding=sharding) for row, sharding in self.rows]
         new = [_sum(*pair) for pair in pairs]
+        rows = zip(self.rows, leaves, pairs, new, self._chosen(leaves, new), strict=True)
+        return [_picked(row, leaf, decay, old, x, of) for (row, _), leaf, (_, old), x, of in rows]
+
+    def _chosen(
+        self, leaves: Sequence[BoundLeaf], new: Sequence[jax.Array]
+    ) -> list[dict[SliceRole, Chosen]]:
+        """For each leaf its chosen slices, by role; none where all slices are."""
         keys: list[tuple[int, SliceRole]] = [
             (i, role)
             for i, (row, _) in enumerate(self.rows)
@@ -194,11 +202,14 @@ class _Select:
             for role in row.used_roles
         ]
         scores = all_sums([(_Scores(leaves[i], role), jnp.abs(new[i])) for i, role in keys])
+        scored = list(zip(keys, scores, strict=True))
+        lines = [self.rows[i][0].lines(norms, role) for (i, role), norms in scored]
+        found = iter(largest_of_each([line for of_leaf in lines for line in of_leaf]))
         chosen: list[dict[SliceRole, Chosen]] = [{} for _ in leaves]
-        for (i, role), norms in zip(keys, scores, strict=True):
-            chosen[i][role] = self.rows[i][0].choose(norms, role)
-        rows = zip(self.rows, leaves, pairs, new, chosen, strict=True)
-        return [_picked(row, leaf, decay, pair[1], x, of) for (row, _), leaf, pair, x, of in rows]
+        for ((i, role), norms), of_leaf in zip(scored, lines, strict=True):
+            mine = [next(found) for _ in of_leaf]
+            chosen[i][role] = self.rows[i][0].choice(mine, norms.shape, role)
+        return chosen
 
 
 def _picked(
