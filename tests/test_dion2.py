@@ -25,7 +25,8 @@ from muon_optax import (
 )
 from muon_optax import MuonDimensionNumbers as Dims
 
-orthogonalize = functools.partial(reference.newton_schulz, rows=sharded.FAST)
+FAST = sharded.FAST[:1]  # compiles in half of the time of two
+orthogonalize = functools.partial(reference.newton_schulz, rows=FAST)
 NEURON: dict[str, Any] = {"skip_zeros": True}
 SUMS: dict[str, Any] = {"momentum": "sum", "nesterov": False, "bias_correction": False}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -42,7 +43,7 @@ def case(name: str, **more: Any) -> meshes.Case:
         kwargs = {"weight_dimension_numbers": views, "param_shardings": shardings}
         direction = scale_by_dion2(
             **options,
-            ns_coeffs=sharded.FAST,
+            ns_coeffs=FAST,
             device=sharded.SLOW,  # on which replicas share the work
             **kwargs,
             **more,
@@ -58,21 +59,44 @@ def case(name: str, **more: Any) -> meshes.Case:
     return meshes.Case(make, state)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_the_formula(name, monkeypatch):
-    monkeypatch.setattr(meshes, "ON_MESHES", set())
-    meshes.check(case(name), "one")
-
-
-@pytest.mark.parametrize("kind", ["explicit", "auto", "manual"])
-@pytest.mark.parametrize("name", ["dion2", "nordion2"])
-def test_the_same_on_meshes(name, kind, monkeypatch):
-    monkeypatch.setattr(meshes, "ON_ONE_DEVICE", set())
+def check(name: str, kind: str, leaves: set[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(meshes, "shapes_on", lambda kind: {k: meshes.SHAPES[k] for k in leaves})
     meshes.check(case(name), kind)
 
 
+# Blocks of unequal size and shape, also along the other side, and merged axes.
+ON_ONE_DEVICE = {
+    "dion2": {"stack", "merged", "qkv", "grouped", "heads", "input_blocks"},
+    "nordion2": {"grouped", "merged"},
+    "inputs": {"qkv", "input_blocks"},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_formula(name, monkeypatch):
+    check(name, "one", ON_ONE_DEVICE[name], monkeypatch)
+
+
+MANY = {"rows", "both", "experts", "merged", "grouped", "input_blocks"}
+FEW = {"rows", "both", "qkv"}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "leaves"),
+    [
+        ("dion2", "explicit", MANY),
+        ("dion2", "auto", FEW),
+        ("dion2", "manual", FEW),
+        ("nordion2", "explicit", {"experts", "grouped"}),
+        ("nordion2", "auto", {"rows"}),
+        ("nordion2", "manual", {"rows", "columns"}),
+    ],
+)
+def test_the_same_on_meshes(name, kind, leaves, monkeypatch):
+    check(name, kind, leaves, monkeypatch)
+
+
 LAYOUTS: dict[str, tuple[dict[str, int], P, P | None]] = {
-    "fsdp": ({"f": 4}, P("f"), None),
     "hsdp": ({"r": 2, "f": 4}, P(None, "f"), None),
     "zero-1": ({"r": 4}, P(), P("r")),
     "zero-1, columns": ({"r": 4}, P(), P(None, "r")),
@@ -107,10 +131,10 @@ def wanted_slices(steps: int) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*((name, "explicit") for name in LAYOUTS), ("zero-1", "auto"), ("one", "one")],
+    [*((name, "explicit") for name in LAYOUTS), ("one", "one")],
 )
 def test_the_same_slices_are_chosen_on_every_mesh_of_equals_the_first(name, kind):
-    options: dict[str, Any] = {"weight_dimension_numbers": VIEWS, "ns_coeffs": sharded.FAST}
+    options: dict[str, Any] = {"weight_dimension_numbers": VIEWS, "orthogonalizer": lambda x: x}
     place = lambda tree: tree  # noqa: E731
     if name != "one":
         axes, spec, of_momentum = LAYOUTS[name]
@@ -121,8 +145,8 @@ def test_the_same_slices_are_chosen_on_every_mesh_of_equals_the_first(name, kind
         place = lambda tree: jax.device_put(tree, where)  # noqa: E731
     tx = scale_by_dion2(0.5, 0.5, **options)
     state, update = sharded.jit(tx.init)(place(tied(0))), sharded.jit(tx.update)
-    want = wanted_slices(4)
-    for t in range(4):
+    want = wanted_slices(3)
+    for t in range(3):
         updates, state = update(place(tied(t)), state)
         for k, view in VIEWS.items():
             assert slices(view, updates[k]) == [chosen[t] for chosen in want[k]], (k, t)
@@ -131,18 +155,17 @@ def test_the_same_slices_are_chosen_on_every_mesh_of_equals_the_first(name, kind
 def test_a_fraction_of_one_is_muon():
     grads = [meshes.arrays(t, SHAPES) for t in range(3)]
     views: dict[str, Any] = {"weight_dimension_numbers": VIEWS}
-    got, _, _ = run(scale_by_dion2(1.0, ns_coeffs=sharded.FAST, **views), grads[0], grads, jit=True)
-    want, _, _ = run(scale_by_muon(sharded.FAST, **SUMS, **views), grads[0], grads, jit=True)
+    got, _, _ = run(scale_by_dion2(1.0, ns_coeffs=FAST, **views), grads[0], grads, jit=True)
+    want, _, _ = run(scale_by_muon(FAST, **SUMS, **views), grads[0], grads, jit=True)
     for g, w in zip(got, want, strict=True):
         assert max(reference.relative_error(g[k], w[k]) for k in SHAPES) <= 1e-5
 
 
-@pytest.mark.parametrize("preconditioning", ["frobenius", "aol"])
-def test_zero_gradients_give_zero_updates(preconditioning):
+def test_zero_gradients_give_zero_updates():
     """Also beside others, in a stack: fewer slices than are chosen aren't zero there."""
     grads: Any = {"qkv": np.zeros((8, 16), np.float32), "w": np.zeros((3, 8, 6), np.float32)}
-    views = {"qkv": MatrixView(0, 1, split=(12, 2, 2)), "w": Dims(1, 2)}
-    direction = scale_by_dion2(0.5, preconditioning=preconditioning, weight_dimension_numbers=views)
+    views: Any = {"qkv": MatrixView(0, 1, split=(12, 2, 2)), "w": Dims(1, 2)}
+    direction = scale_by_dion2(0.5, ns_coeffs=FAST, weight_dimension_numbers=views)
     tx: Any = optax.chain(direction, scale_by_neuron(**NEURON, weight_dimension_numbers=views))
     update = sharded.jit(tx.update)
     updates, state = update(grads, tx.init(grads))
@@ -161,7 +184,7 @@ def test_the_gram_strategy_takes_zeros_for_slices():
     mesh = sharded.make_mesh({"f": 4}, "explicit")
     where = jax.NamedSharding(mesh, P("f"))
     grad = meshes.arrays(1, {"w": (24, 8)})["w"]
-    options: dict[str, Any] = {"each": "input", "ns_coeffs": sharded.FAST, "ns_method": "gram"}
+    options: dict[str, Any] = {"each": "input", "ns_coeffs": FAST, "ns_method": "gram"}
     want, _, _ = run(scale_by_dion2(0.5, **options), grad, [grad], jit=True)
     tx = scale_by_dion2(0.5, strategy="gram", **options)
     got, _, _ = run(tx, jax.device_put(grad, where), [jax.device_put(grad, where)], jit=True)
@@ -185,14 +208,12 @@ def test_half_precision_momentum_and_updates():
     assert reference.relative_error(new.mu.T, momentum) <= 2**-8
 
 
-@pytest.mark.parametrize("kind", ["explicit", "auto"])
-def test_members_under_vmap(kind):
-    mesh = sharded.make_mesh({"members": 2, "t": 4}, kind)
+def test_members_under_vmap():
+    """Over an Explicit mesh axis, which is in no type inside of it."""
+    mesh = sharded.make_mesh({"members": 2, "t": 4}, "explicit")
     where = jax.NamedSharding(mesh, P("members", None, "t"))
-    of_one = jax.NamedSharding(mesh, P(None, "t"))
-    declared = of_one if kind == "auto" else None
-    tx = scale_by_dion2(0.5, ns_coeffs=sharded.FAST, param_shardings=declared)
-    plain = scale_by_dion2(0.5, ns_coeffs=sharded.FAST)
+    tx = scale_by_dion2(0.5, ns_coeffs=FAST)
+    plain = scale_by_dion2(0.5, ns_coeffs=FAST)
     grad = meshes.arrays(1, {"w": (2, 8, 12)})["w"]
     placed = jax.device_put(grad, where)
     state = sharded.jit(jax.vmap(tx.init))(placed)
