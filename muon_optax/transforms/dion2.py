@@ -88,6 +88,7 @@ def scale_by_dion2(
       ValueError, TypeError: for options out of range; at `init`, for leaves that make no matrix.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> tx = scale_by_dion2(0.5, 0.9, ns_coeffs="tight")
       >>> gradient = jnp.diag(jnp.array([1.0, 100.0]))
       >>> update, state = tx.update(gradient, tx.init(gradient))
