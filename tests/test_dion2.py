@@ -77,7 +77,7 @@ def test_the_formula(name, monkeypatch):
     check(name, "one", ON_ONE_DEVICE[name], monkeypatch)
 
 
-MANY = {"rows", "both", "experts", "merged", "grouped", "input_blocks"}
+MANY = {"rows", "both", "experts", "grouped", "input_blocks"}
 FEW = {"rows", "both", "qkv"}
 
 
@@ -88,8 +88,6 @@ FEW = {"rows", "both", "qkv"}
         ("dion2", "auto", FEW),
         ("dion2", "manual", FEW),
         ("nordion2", "explicit", {"experts", "grouped"}),
-        ("nordion2", "auto", {"rows"}),
-        ("nordion2", "manual", {"rows", "columns"}),
     ],
 )
 def test_the_same_on_meshes(name, kind, leaves, monkeypatch):
@@ -99,7 +97,6 @@ def test_the_same_on_meshes(name, kind, leaves, monkeypatch):
 LAYOUTS: dict[str, tuple[dict[str, int], P, P | None]] = {
     "hsdp": ({"r": 2, "f": 4}, P(None, "f"), None),
     "zero-1": ({"r": 4}, P(), P("r")),
-    "zero-1, columns": ({"r": 4}, P(), P(None, "r")),
 }
 SHAPES = {"up": (16, 24), "down": (24, 16), "stack": (4, 16, 8)}
 VIEWS: Any = {"up": Dims(0, 1), "down": Dims(0, 1), "stack": Dims(1, 2)}

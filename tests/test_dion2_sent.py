@@ -40,7 +40,7 @@ def optimizer(where: Any, dion2: Dion2 | None, **options: Any) -> Any:
 @functools.cache
 def measured(spec: P, dion2: Dion2 | None, names: tuple[str, ...]) -> tuple[Program, Plan]:
     """The compiled update of some leaves, and its plan."""
-    mesh = mesh_of({"f": 8})
+    mesh = mesh_of({"a": 2, "b": 4})
     where = {k: jax.NamedSharding(mesh, spec) for k in names}
     tx, shapes = optimizer(where, dion2), {k: SHAPES[k] for k in names}
     params = {k: jax.ShapeDtypeStruct(v, "float32", sharding=where[k]) for k, v in shapes.items()}
@@ -53,7 +53,9 @@ DOWNS = ALL[:2]
 
 def test_half_of_the_slices_take_half_of_the_bytes_where_they_are_whole():
     """As those of outputs are with fan-in sharded: also of fused blocks and of merged axes."""
-    (own, _), (half, planned) = (measured(P("f"), dion2, ALL) for dion2 in (None, Dion2(0.5)))
+    (own, _), (half, planned) = (
+        measured(P(("a", "b")), dion2, ALL) for dion2 in (None, Dion2(0.5))
+    )
     counts, received = dict(half.counts), dict(half.received_by_kind)
     assert counts.pop("all-reduce") == 1  # the scores of all leaves
     scores = received.pop("all-reduce")
@@ -67,7 +69,7 @@ def test_half_of_the_slices_take_half_of_the_bytes_where_they_are_whole():
 
 def test_flops_of_sharded_slices_shrink_alone():
     (own, _), (half, planned) = (
-        measured(P(None, "f"), dion2, DOWNS) for dion2 in (None, Dion2(0.5))
+        measured(P("a", "b"), dion2, DOWNS) for dion2 in (None, Dion2(0.5))
     )
     assert half.counts == own.counts | {"all-reduce": 1}
     received = dict(half.received_by_kind)
@@ -79,7 +81,7 @@ def test_flops_of_sharded_slices_shrink_alone():
 
 
 def test_nothing_but_slices_is_sent_for_a_fraction_of_one():
-    (own, _), (whole, _) = (measured(P("f"), dion2, DOWNS) for dion2 in (None, Dion2(1.0)))
+    (own, _), (whole, _) = (measured(P(("a", "b")), dion2, DOWNS) for dion2 in (None, Dion2(1.0)))
     assert (whole.counts, whole.flops) == (own.counts, own.flops)
 
 

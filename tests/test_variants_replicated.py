@@ -19,7 +19,6 @@ CASES: dict[str, meshes.Case] = {
     "entry": test_entries.case("authors"),
     "namo": test_namo.case("namo"),
     "namo_d": test_namo.case("namo_d"),
-    "dion2": test_dion2.case("dion2"),
     "nordion2": test_dion2.case("nordion2"),
     "hyperball": test_spheres.case("schedule", "initial"),
     "hyperball, current": test_spheres.case("number", "current"),

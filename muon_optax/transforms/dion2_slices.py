@@ -120,6 +120,8 @@ class Dion2:
                 [found[i][0], picked[i][2]],
                 [rows[i].sharding(ends[i]), rows[i].places_sharding(ends[i])],
             )
+            if ends[i] is ready.moves[i]
+            else (found[i][0], picked[i][2])
             for i in compact
         ]
         spread = _on_blocks(_Scatter, [(rows[i], ends[i]) for i in compact], decay, moved)
