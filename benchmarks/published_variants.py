@@ -143,6 +143,26 @@ def normuon_dion(is_fused: bool = False) -> float:
     return distance(after(ours), torch_after(optimizer))
 
 
+def dion2(name: str, ours: Callable[..., Any], *pieces: Any) -> float:
+    """Dion2 and NorDion2, where nothing is sharded. Dion rounds what it orthogonalises."""
+    package("dion", "dion/dion")
+    theirs = getattr(imported(f"dion.{name.lower()}"), name)
+    orthogonalize = lambda x, epsilon: orthogonalized(x.double())  # noqa: E731
+    options = {"lr": RATE, "weight_decay": DECAY, "fraction": 0.3}
+    rounded = lambda x: mo.newton_schulz(x.astype("bfloat16").astype(x.dtype))  # noqa: E731
+    direction = ours(0.3, orthogonalizer=rounded, **VIEWED)
+    scale = mo.scale_by_shape(VIEW, scale="unit_rms_norm")
+    return distance(
+        after(chained(direction, *pieces, scale)),
+        torch_after(lambda params: theirs(params, newton_schulz_func=orthogonalize, **options)),
+    )
+
+
+def nordion2() -> float:
+    ours = functools.partial(mo.scale_by_dion2, each="output")
+    return dion2("NorDion2", ours, mo.scale_by_neuron(skip_zeros=True, **VIEWED))
+
+
 def emerging_adaptive(method: str, piece: Any, first: Any = None) -> float:
     adaptive = emerging("orthogonalized_optimizers.adaptive_muon").AdaptiveMuon
 
@@ -326,6 +346,8 @@ COMPARISONS: dict[str, Callable[[], float]] = {
     "NorMuon, its authors": normuon_authors,
     "NorMuon with cautious decay, Dion": normuon_dion,
     "NorMuon of fused blocks, Dion": functools.partial(normuon_dion, is_fused=True),
+    "Dion2, Dion": functools.partial(dion2, "Dion2", mo.scale_by_dion2),
+    "NorDion2, Dion": nordion2,
     "NorMuon, Emerging-Optimizers": emerging_normuon,
     "NorMuon with cautious decay, modded-nanogpt": speedrun,
     "AdaMuon, its authors": adamuon_authors,

@@ -20,6 +20,8 @@ from muon_optax.sharding.planning.device_models import DeviceModel
 from muon_optax.sharding.state import state_shardings
 from muon_optax.transforms.block_periodic import BlockPeriodic
 from muon_optax.transforms.brakes import radial_brake
+from muon_optax.transforms.dion2 import scale_by_dion2
+from muon_optax.transforms.dion2_slices import Dion2
 from muon_optax.transforms.direction import scale_by_muon
 from muon_optax.transforms.entries import EntryState, scale_by_entry
 from muon_optax.transforms.momentum import scale_by_momentum
@@ -44,6 +46,7 @@ __all__ = [
     "Attention",
     "BlockPeriodic",
     "DeviceModel",
+    "Dion2",
     "EntryState",
     "HeadWeight",
     "HyperballState",
@@ -76,6 +79,7 @@ __all__ = [
     "radial_brake",
     "relative_update",
     "report",
+    "scale_by_dion2",
     "scale_by_entry",
     "scale_by_momentum",
     "scale_by_muon",

@@ -25,6 +25,7 @@ from muon_optax.sharding.planning.device_models import DeviceModel
 from muon_optax.sharding.runtime.orthogonalizer import OrthogonalizeFunction, make_orthogonalizer
 from muon_optax.transforms.adamw import adamw_step
 from muon_optax.transforms.block_periodic import BlockPeriodic
+from muon_optax.transforms.dion2_slices import Dion2
 from muon_optax.transforms.direction import Direction
 from muon_optax.transforms.momentum import Momentum, MomentumForm
 from muon_optax.transforms.namo import Namo, namo_stage
@@ -86,6 +87,7 @@ def muon(
     sign: bool = False,
     namo: Namo | None = None,
     block_periodic: BlockPeriodic | None = None,
+    dion2: Dion2 | None = None,
     after_orthogonalization: Slot = None,
     step: optax.GradientTransformation | None = None,
     last: Slot = None,
@@ -155,6 +157,9 @@ def muon(
         `bias_correction=False`.
       block_periodic: orthogonalise blocks of matrices in most steps and whole matrices in every
         few, as MuonBP does: `BlockPeriodic((4, 1), period=5)`.
+      dion2: orthogonalise the largest rows or columns of the momentum alone, as in
+        `scale_by_dion2`: `Dion2(0.25)`; `beta` is then what these are multiplied by in the
+        momentum. Needs `momentum="sum"`, `nesterov=False` and `bias_correction=False`.
       after_orthogonalization: a transformation of Muon's orthogonalised matrices, before they are
         scaled by shape, or a sequence of several: pieces of this package, which then need no
         arguments of their own for views and shardings, such as `scale_by_neuron()`, or any of
@@ -225,6 +230,7 @@ def muon(
             sign=sign,
             block_periodic=block_periodic,
             scaling=scaling,
+            dion2=dion2,
         ),
         scaling,
         ShardingOptions(param_shardings, mu_shardings),
@@ -239,6 +245,8 @@ def muon(
     rate = optax.scale_by_learning_rate(learning_rate, flip_sign=kind != "independent")
     direction = config.direction.stage
     if namo is not None:
+        if dion2 is not None:
+            raise ValueError("namo needs the norm of what is orthogonalised: leave out dion2")
         direction = namo_stage(namo, config.direction.momentum, direction)
     stages = {
         "momentum": direction,

@@ -44,7 +44,7 @@ class Variant(System):
 
     def muon(self, p: np.ndarray, g: np.ndarray, buffer: np.ndarray, beta: float) -> np.ndarray:
         state = self.states.setdefault(id(buffer), self.make())
-        if isinstance(state, oracle.Namo):
+        if isinstance(state, oracle.Namo | oracle.Dion2 | oracle.Chain):
             u = state.update(g, p)
         else:
             gain = 1.0 if self.sums else 1 - beta
@@ -71,6 +71,15 @@ def longer(beta2: float, eps: float) -> Callable[[], Any]:
 
 def quintic(x: np.ndarray) -> np.ndarray:
     return newton_schulz(x / np.linalg.norm(x), QUINTIC, "none")
+
+
+def polar(x: np.ndarray) -> np.ndarray:
+    return newton_schulz(x / (1.02 * np.linalg.norm(x)), POLAR_102, "none")
+
+
+def nordion2(**options: Any) -> Any:
+    neuron = oracle.Neuron(skip_zeros=True)
+    return oracle.Chain(oracle.Dion2(polar, each="output", **options), neuron)
 
 
 PLAIN_ADAM: dict[str, Any] = {"betas": (0.9, 0.999)}
@@ -101,6 +110,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], Variant]] = {
             is_cautious=True,
             **DION,
         ),
+    ),
+    "dion2": (
+        "dion2",
+        {},
+        Variant(0.01, 0.01, unit_rms_norm, make=lambda: oracle.Dion2(polar)),
+    ),
+    "nordion2": (
+        "nordion2",
+        {"fraction": 0.5},
+        Variant(0.01, 0.01, unit_rms_norm, make=lambda: nordion2(fraction=0.5)),
     ),
     "emerging_optimizers, adamuon": (
         "emerging_optimizers",

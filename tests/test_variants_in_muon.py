@@ -16,6 +16,7 @@ from running import run
 
 from muon_optax import (
     BlockPeriodic,
+    Dion2,
     MatrixView,
     Namo,
     add_cautious_weight_decay,
@@ -28,6 +29,7 @@ from muon_optax import (
     orthogonalize,
     radial_brake,
     relative_update,
+    scale_by_dion2,
     scale_by_entry,
     scale_by_momentum,
     scale_by_muon,
@@ -67,6 +69,7 @@ def stepped() -> Any:
 
 
 BLOCKS = BlockPeriodic([("stack", (3, 1)), ("qkv", (2, 4))], 2, 0.5)
+SUMS = {"momentum": "sum", "nesterov": False, "bias_correction": False}
 FALLING = coupled_decay(0.1, RATE, 0.1)
 # Options of `muon`, and the chain of pieces for its matrices that is to give the same.
 VARIANTS: dict[str, tuple[dict[str, Any], Any]] = {
@@ -152,6 +155,25 @@ VARIANTS: dict[str, tuple[dict[str, Any], Any]] = {
             *scaled(optax.add_decayed_weights(0.1), stepped()),
         ],
     ),
+    "dion2": (
+        {"dion2": Dion2(0.6), "weight_decay": 0.1, **SUMS},
+        lambda: [
+            viewed(scale_by_dion2, 0.6, ns_coeffs=sharded.FAST),
+            *scaled(optax.add_decayed_weights(0.1), stepped()),
+        ],
+    ),
+    "nordion2": (
+        {
+            "dion2": Dion2(each="output"),
+            "after_orthogonalization": scale_by_neuron(skip_zeros=True),
+            **SUMS,
+        },
+        lambda: [
+            viewed(scale_by_dion2, each="output", ns_coeffs=sharded.FAST),
+            viewed(scale_by_neuron, skip_zeros=True),
+            *scaled(stepped()),
+        ],
+    ),
     "relative": (
         {"scale": "none", "after_orthogonalization": relative_update(), "weight_decay": 0.1},
         lambda: [
@@ -183,7 +205,7 @@ def test_muon_is_the_chain_of_the_same_pieces(name):
 
 @pytest.mark.parametrize("kind", ["explicit", "auto", "manual"])
 @pytest.mark.parametrize(
-    "name", ["longer side, cautious decay", "namo_d", "muonh", "adamuon", "muonbp"]
+    "name", ["longer side, cautious decay", "namo_d", "muonh", "adamuon", "muonbp", "nordion2"]
 )
 def test_muon_is_the_same_on_meshes(name, kind):
     """And every state is sharded as `state_shardings` says, which asks `muon`."""
@@ -212,7 +234,7 @@ def test_muon_is_the_same_on_meshes(name, kind):
 
 
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
-@pytest.mark.parametrize("name", ["normuon", "namo", "namo_d", "muonh", "muonbp"])
+@pytest.mark.parametrize("name", ["normuon", "namo", "namo_d", "muonh", "muonbp", "nordion2"])
 def test_muon_is_the_same_under_zero_1(name, kind):
     mesh = sharded.make_mesh({"data": 2}, kind)
     where = {k: jax.NamedSharding(mesh, P()) for k in SHAPES}
@@ -247,7 +269,7 @@ def test_a_run_goes_on_with_the_same_bits(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["longer side, cautious decay", "adamuon", "namo_d", "muonh", "muonbp"]
+    "name", ["longer side, cautious decay", "adamuon", "namo_d", "muonh", "muonbp", "nordion2"]
 )
 def test_leaves_without_a_gradient_keep_their_moments(name):
     tx, params = in_muon(**VARIANTS[name][0]), arrays(0)
@@ -279,7 +301,7 @@ def test_cautious_decay_is_the_formula_in_a_whole_step():
 
 
 @pytest.mark.parametrize(
-    "name", ["normuon", "longer side, cautious decay", "muonh", "adamuon", "muonbp"]
+    "name", ["normuon", "longer side, cautious decay", "muonh", "adamuon", "muonbp", "nordion2"]
 )
 def test_a_run_of_optax_goes_on_as_a_variant(name):
     """Its momentum goes on; the states that optax doesn't have begin as at `init`."""

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import test_brakes
 import test_decays
+import test_dion2
 import test_entries
 import test_namo
 import test_neurons
@@ -18,6 +19,7 @@ CASES: dict[str, meshes.Case] = {
     "entry": test_entries.case("authors"),
     "namo": test_namo.case("namo"),
     "namo_d": test_namo.case("namo_d"),
+    "nordion2": test_dion2.case("nordion2"),
     "hyperball": test_spheres.case("schedule", "initial"),
     "hyperball, current": test_spheres.case("number", "current"),
     "floor": test_relative_size.case("matrix"),

@@ -28,7 +28,9 @@ VIEWS = {name: MatrixView(0, 1, split=(16, 16, 16) if name == "qkv" else None) f
 BUCKETS = 3
 CAUTIOUS = {"weight_decay": 0.1, "weight_decay_kind": "cautious"}
 OPTIONS = {name: options for name, (options, _) in VARIANTS.items()} | {"cautious": CAUTIOUS}
-del OPTIONS["muonbp"]  # whose two kinds of step test_block_periodic counts
+# The two kinds of step of MuonBP are counted in test_block_periodic, slices in test_dion2_sent.
+for name in ("muonbp", "dion2", "nordion2"):
+    del OPTIONS[name]
 # How many of a variant's pieces need sums over matrices.
 PIECES = {"cautious": 0, "normuonh": 2, "floor and brake": 2}
 # The variants that take another step of sums are compiled for every layout, the others for one.

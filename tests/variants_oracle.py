@@ -5,6 +5,7 @@ direction (or step) `u` and weights `w`.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,15 +27,26 @@ def unit(x: np.ndarray) -> np.ndarray:
 class Neuron:
     """NorMuon."""
 
-    def __init__(self, beta2=0.95, eps=1e-8, *, each="output", restore="norm", guard="root"):
+    def __init__(
+        self,
+        beta2=0.95,
+        eps=1e-8,
+        *,
+        each="output",
+        restore="norm",
+        guard="root",
+        skip_zeros=False,
+    ):
         self.beta2, self.eps, self.each, self.restore, self.guard = beta2, eps, each, restore, guard
+        self.skip_zeros = skip_zeros
         self.v: Any = 0.0
 
     def update(self, u, w):
         out, fan_in = u.shape
         axis = 1 if self.each == "output" or out >= fan_in else 0
         a = np.mean(u**2, axis, keepdims=True)
-        self.v = self.beta2 * self.v + (1 - self.beta2) * a
+        moved = self.beta2 * self.v + (1 - self.beta2) * a
+        self.v = np.where(a == 0, self.v, moved) if self.skip_zeros else moved
         if self.guard == "root":
             x = u / (np.sqrt(self.v) + self.eps)
         else:
@@ -129,6 +141,35 @@ class BlockPeriodic:
 
     def _block(self, x):
         return self.ratio * self.scale(*x.shape) * self.orthogonalize(x)
+
+
+@dataclasses.dataclass
+class Dion2:
+    """Of a gradient, with an orthogonalisation; `chosen` has each step's rows or columns."""
+
+    orthogonalize: Callable[[np.ndarray], np.ndarray]
+    fraction: float = 0.25
+    decay: float = 0.95
+    each: str = "shorter"
+    m: Any = 0.0
+    chosen: list[list[int]] = dataclasses.field(default_factory=list)
+
+    def update(self, u, w):
+        self.m = self.m + u
+        out, fan_in = u.shape
+        has_rows = self.each == "output" or (self.each == "shorter" and out <= fan_in)
+        m = self.m if has_rows else self.m.T
+        norms = np.sum(np.abs(m), axis=1)
+        count = max(1, math.ceil(self.fraction * len(norms)))
+        picked = sorted(np.argsort(-norms, kind="stable")[:count])  # of ties the first
+        self.chosen.append(picked)
+        x = m[picked]
+        direction = np.zeros_like(m)
+        direction[picked] = self.orthogonalize(x) if has_rows else self.orthogonalize(x.T).T
+        m = m.copy()
+        m[picked] *= self.decay
+        self.m = m if has_rows else m.T
+        return direction if has_rows else direction.T
 
 
 @dataclasses.dataclass

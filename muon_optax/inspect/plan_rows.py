@@ -3,13 +3,13 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from muon_optax._internal.tree_paths import leaves_with_segments, path_name, raise_all
 from muon_optax.config import MuonConfig
+from muon_optax.inspect.plan_moves import Move, matrix_sizes, moves_of, spec_text
 from muon_optax.inspect.tables import quantity
 from muon_optax.partition import Assignment, assign, check_rules
 from muon_optax.sharding.bound_leaf import BoundLeaf
@@ -26,8 +26,7 @@ from muon_optax.sharding.placement import (
 from muon_optax.sharding.planning.buckets import WorkSlice
 from muon_optax.sharding.planning.costs import Cost
 from muon_optax.sharding.planning.device_models import DeviceModel
-from muon_optax.sharding.reductions import reduced_axes, summed
-from muon_optax.sharding.resharding import moved_axes, resharding_bytes, summing_bytes
+from muon_optax.sharding.reductions import summed
 from muon_optax.sharding.runtime.orthogonalizer import loop_turns
 from muon_optax.sharding.specs import LeafSharding, read_sharding
 from muon_optax.transforms.binding import bound_leaves
@@ -101,8 +100,9 @@ def plan_rows(config: MuonConfig, params: Any) -> tuple[DeviceModel, tuple[PlanR
     prepared = _traced(config, params, assignment)
     arrays = jax.tree.leaves(ours)
     hidden = _hidden(arrays, prepared.leaves)
-    model, whole = _rows(config, arrays, prepared, hidden, lambda leaves: leaves)
-    periodic = config.direction.block_periodic
+    dion2, periodic = config.direction.dion2, config.direction.block_periodic
+    planned_as = dion2.planned if dion2 is not None else list
+    model, whole = _rows(config, arrays, prepared, hidden, planned_as)
     if periodic is None or not periodic.alternates(prepared.leaves):
         return model, tuple(whole)
     # Blocks go back as they came, and only then to where the parameters are.
@@ -145,7 +145,8 @@ def _rows(
     model, planned = _planned_rows(config, seen, _notes(arrays, prepared))
     rows = [row for row, _ in planned]
     rows += _partitioner_rows(config, planned_as(declared), model)
-    rows += [_move_row(move, moved, model) for move, moved in _moves(arrays, prepared).items()]
+    moves = moves_of(arrays, prepared, config.direction.dion2)
+    rows += [_move_row(move, moved, model) for move, moved in moves.items()]
     return model, rows
 
 
@@ -262,6 +263,8 @@ def _planned_rows(
             if bucket.leaf.view.tiles != (1, 1):
                 blocks = " x ".join(map(str, bucket.leaf.view.tiles))
                 said[f"each is cut in {blocks} blocks, which aren't whole on a device"] = None
+            if bucket.leaf.view.nonzero:
+                said["slices that aren't chosen are sent as zeros"] = None
             reason = "; ".join([work_slice.reason, *said])
             rows.append((_row(work_slice, members, reason), bucket.leaf))
     return model, rows
@@ -272,8 +275,8 @@ def _row(work_slice: WorkSlice, leaves: Sequence[BoundLeaf], reason: str) -> Pla
     return PlanRow(
         leaves=tuple(leaf.path for leaf in leaves),
         count=work_slice.count,
-        matrix=_matrix(first),
-        spec=_spec_text(first.sharding, first.view.stack_axes),
+        matrix=matrix_sizes(first),
+        spec=spec_text(first.sharding, first.view.stack_axes),
         dtype=first.dtype,
         strategy=work_slice.strategy.name,
         share_axes=work_slice.replica_axes,
@@ -284,16 +287,6 @@ def _row(work_slice: WorkSlice, leaves: Sequence[BoundLeaf], reason: str) -> Pla
         seconds=cost.seconds,
         reason=reason,
     )
-
-
-def _matrix(leaf: BoundLeaf) -> tuple[int, ...]:
-    return tuple(leaf.shape[a] for a in leaf.view.stack_axes)
-
-
-def _spec_text(sharding: LeafSharding, dims: Sequence[int] | None = None) -> str:
-    spec = sharding.spec or ((),) * len(sharding.shape)
-    chosen = range(len(spec)) if dims is None else dims
-    return ", ".join("*".join(spec[a]) or "-" for a in chosen)
 
 
 def _partitioner_rows(
@@ -326,59 +319,7 @@ def _hidden_reason(cost: Cost, declared: PlanRow) -> str:
     )
 
 
-class _Move(NamedTuple):
-    """How a leaf's gradients or results move; leaves of which it is the same share a row."""
-
-    reason: str
-    matrix: tuple[int, ...]
-    spec: str
-    dtype: str
-    bytes: int
-    axes: Axes
-
-
-def _moves(arrays: Sequence[Any], prepared: Prepared) -> dict[_Move, list[BoundLeaf]]:
-    """How gradients and results move, beside what strategies send."""
-    found: dict[_Move, list[BoundLeaf]] = {}
-    rows = zip(arrays, prepared.leaves, prepared.result_shardings, prepared.moves, strict=True)
-    for x, leaf, result, end in rows:
-        if result is None or not (result.mesh and result.known and leaf.sharding.known):
-            continue
-        moves = [
-            _sum(x, leaf, result),
-            _move(leaf, result, leaf.sharding, x.dtype, _TO_MOMENTUM),
-        ]
-        if end is not None:
-            moves.append(
-                _move(leaf, leaf.result_sharding or leaf.sharding, end, leaf.dtype, _TO_PARAMETERS)
-            )
-        for move in moves:
-            if move.bytes:
-                found.setdefault(move, []).append(leaf)
-    return found
-
-
-_TO_MOMENTUM = "gradients go to where the momentum is"
-_TO_PARAMETERS = "results go to where the parameters are"
-
-
-def _sum(x: Any, leaf: BoundLeaf, result: LeafSharding) -> _Move:
-    """The all-reduce of a gradient whose parameter's type is reduced."""
-    axes = tuple(sorted(reduced_axes(x)))
-    dtype = jnp.dtype(x.dtype)
-    size = summing_bytes(result, axes, dtype.itemsize)
-    reason = f"gradients come unreduced over {', '.join(axes)}, and are summed"
-    return _Move(reason, _matrix(leaf), _spec_text(result), dtype.name, size, axes)
-
-
-def _move(leaf: BoundLeaf, old: LeafSharding, new: LeafSharding, dtype: Any, reason: str) -> _Move:
-    dtype = jnp.dtype(dtype)
-    size = resharding_bytes(old, new, dtype.itemsize)
-    text = f"{_spec_text(old)} -> {_spec_text(new)}"
-    return _Move(reason, _matrix(leaf), text, dtype.name, size, moved_axes(old, new))
-
-
-def _move_row(move: _Move, leaves: Sequence[BoundLeaf], model: DeviceModel) -> PlanRow:
+def _move_row(move: Move, leaves: Sequence[BoundLeaf], model: DeviceModel) -> PlanRow:
     mesh = leaves[0].sharding.mesh
     sizes = {} if mesh is None else dict(mesh.shape)
     received = len(leaves) * move.bytes

@@ -24,11 +24,13 @@ from muon_optax.recipes.systems import (
 )
 from muon_optax.recipes.variants import (
     adamuon,
+    dion2,
     dion_normuon,
     emerging_optimizers,
     modded_nanogpt,
     muonclip,
     muonh,
+    nordion2,
     normuon,
 )
 
@@ -36,6 +38,7 @@ __all__ = [
     "adamuon",
     "areal",
     "dion",
+    "dion2",
     "dion_normuon",
     "emerging_optimizers",
     "keller_jordan",
@@ -45,6 +48,7 @@ __all__ = [
     "moonlight",
     "muonclip",
     "muonh",
+    "nordion2",
     "normuon",
     "optax_muon",
     "torch_muon",

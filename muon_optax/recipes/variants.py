@@ -1,4 +1,4 @@
-"""Recipes of Muon's variants as their sources run them: NorMuon, AdaMuon, NAMO, MuonH, MuonClip."""
+"""Recipes of Muon's variants as their sources run them, from NorMuon to MuonClip and Dion2."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
@@ -11,6 +11,7 @@ from muon_optax._internal.checks import check_choice
 from muon_optax.alias import muon
 from muon_optax.partition.systems import Blocks
 from muon_optax.recipes.systems import Transformation, dion, keller_jordan, megatron, moonlight
+from muon_optax.transforms.dion2_slices import Dion2
 from muon_optax.transforms.entries import scale_by_entry
 from muon_optax.transforms.namo import Namo
 from muon_optax.transforms.neurons import scale_by_neuron
@@ -21,11 +22,13 @@ from muon_optax.transforms.weight_decay import add_cautious_weight_decay, couple
 __all__ = [
     "AdaptiveMethod",
     "adamuon",
+    "dion2",
     "dion_normuon",
     "emerging_optimizers",
     "modded_nanogpt",
     "muonclip",
     "muonh",
+    "nordion2",
     "normuon",
 ]
 
@@ -85,6 +88,81 @@ def dion_normuon(
       (1, 16)
     """
     settings = {"after_orthogonalization": scale_by_neuron()}
+    return dion(
+        learning_rate, weight_decay=weight_decay, split_sizes=split_sizes, **(settings | options)
+    )
+
+
+def dion2(
+    learning_rate: ScalarOrSchedule = 0.01,
+    *,
+    fraction: float = 0.25,
+    weight_decay: ScalarOrSchedule = 0.01,
+    split_sizes: Mapping[str, Blocks] | None = None,
+    **options: Any,
+) -> Transformation:
+    """Dion2 of github.com/microsoft/dion, dion/dion2.py; arXiv 2512.16928.
+
+    `dion`, but in each step only the largest quarter of the rows or columns of each momentum, along
+    its shorter side, is orthogonalised, and decays by 0.95. Where a matrix is sharded, the source
+    takes those of the sharded axis, by default as many of each shard; its
+    `selection_scope="global"` chooses among all of them, as this always does.
+
+    Args:
+      learning_rate: a number or a schedule.
+      fraction: of the rows or columns of each matrix.
+      weight_decay: for all leaves; `adam_weight_decay` sets AdamW's apart.
+      split_sizes: as in `dion`.
+      **options: any argument of `muon`; `beta` is `ef_decay` there.
+
+    Raises:
+      ValueError: as in `dion`, and for a fraction out of range.
+
+    Example:
+      >>> tx, params = dion2(), {"up": jnp.diag(jnp.arange(1.0, 9.0))}
+      >>> updates, _ = tx.update(params, tx.init(params), params)
+      >>> (abs(jnp.diag(updates["up"])) > 5e-3).tolist()
+      [False, False, False, False, False, False, True, True]
+    """
+    settings = {"dion2": Dion2(fraction)}
+    return dion(
+        learning_rate, weight_decay=weight_decay, split_sizes=split_sizes, **(settings | options)
+    )
+
+
+def nordion2(
+    learning_rate: ScalarOrSchedule = 0.01,
+    *,
+    fraction: float = 0.25,
+    weight_decay: ScalarOrSchedule = 0.01,
+    split_sizes: Mapping[str, Blocks] | None = None,
+    **options: Any,
+) -> Transformation:
+    """NorDion2, or Dion3, of github.com/microsoft/dion, dion/nordion2.py.
+
+    `dion2` of output neurons, and after orthogonalisation the second moment of each chosen one with
+    beta2 0.95. The norm that comes back is that of the chosen neurons of a matrix together.
+
+    Args:
+      learning_rate: a number or a schedule.
+      fraction: of the output neurons of each matrix.
+      weight_decay: for all leaves; `adam_weight_decay` sets AdamW's apart.
+      split_sizes: as in `dion`.
+      **options: any argument of `muon`; `beta` is `mu` there.
+
+    Raises:
+      ValueError: as in `dion2`.
+
+    Example:
+      >>> tx, params = nordion2(0.1, fraction=0.5), {"up": jnp.ones((2, 4))}
+      >>> _, state = tx.update(params, tx.init(params), params)
+      >>> (state.inner_states["muon"].inner_state[-1].nu["up"] > 0).tolist()
+      [[True, True, False, False]]
+    """
+    settings = {
+        "dion2": Dion2(fraction, each="output"),
+        "after_orthogonalization": scale_by_neuron(skip_zeros=True),
+    }
     return dion(
         learning_rate, weight_decay=weight_decay, split_sizes=split_sizes, **(settings | options)
     )

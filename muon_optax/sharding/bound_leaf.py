@@ -95,6 +95,7 @@ class BoundLeaf:
         """Whether its transposes may be orthogonalised instead, and could be of use."""
         # AOL norms are those of rows, and a user's function may do anything.
         is_symmetric = newton_schulz is not None and newton_schulz.schedule.preconditioning != "aol"
-        is_cut = len(self.view.block_sizes) > 1 or self.view.tiles != (1, 1)
+        view = self.view
+        is_cut = len(view.block_sizes) > 1 or view.tiles != (1, 1) or bool(view.nonzero)
         is_plain = len(self.sides) == 2 and not is_cut
         return is_symmetric and is_plain and bool(self.shard_axes) and self.result_sharding is None

@@ -41,6 +41,7 @@ from muon_optax.sharding.runtime.orthogonalizer import (
 )
 from muon_optax.transforms.binding import binder
 from muon_optax.transforms.block_periodic import BlockPeriodic
+from muon_optax.transforms.dion2_slices import Dion2
 from muon_optax.transforms.momentum import Momentum, MomentumForm, check_belongs, combine
 from muon_optax.transforms.momentum_state import MuonState
 from muon_optax.transforms.shape_scale import (
@@ -164,6 +165,7 @@ class Direction:
       sign: orthogonalise the signs of the momentum mix.
       block_periodic: orthogonalise blocks in most steps.
       scaling: the scale by shape that follows, for block steps.
+      dion2: orthogonalise the largest slices of the momentum alone; its beta is then their decay.
     """
 
     momentum: Momentum
@@ -174,10 +176,15 @@ class Direction:
     sign: bool = False
     block_periodic: BlockPeriodic | None = None
     scaling: Scaling = _UNSCALED
+    dion2: Dion2 | None = None
 
     def __post_init__(self) -> None:
         check_float_dtype("ns_dtype", self.ns_dtype)
         check_block_periodic(self.block_periodic)
+        check_dion2(self.dion2)
+        if self.dion2 is not None:
+            others = {"sign": self.sign, "block_periodic": self.block_periodic}
+            self.dion2.check_options(self.momentum, **others)
         self.execution.check_orthogonalizer(self.orthogonalizer)
 
     @property
@@ -241,6 +248,8 @@ class Direction:
         """The orthogonalised mix of each leaf and its new buffer."""
         step = _SIGNS if self.sign else _MOMENTUM
         run = functools.partial(self.execution.run, orthogonalizer=self.orthogonalizer)
+        if self.dion2 is not None:
+            return self.dion2.formed(run, ready, weights.keep[0], pairs)
         if blocks is None:
             return run(ready.leaves, elementwise=step, scalars=weights, operands=pairs)
         rows = list(zip(blocks, pairs, strict=True))
@@ -268,6 +277,12 @@ def check_block_periodic(value: Any) -> None:
     """Raises TypeError unless `value` is None or a BlockPeriodic."""
     if value is not None and not isinstance(value, BlockPeriodic):
         raise TypeError(f"block_periodic must be a BlockPeriodic or None, got {value!r}")
+
+
+def check_dion2(value: Any) -> None:
+    """Raises TypeError unless `value` is None or a Dion2."""
+    if value is not None and not isinstance(value, Dion2):
+        raise TypeError(f"dion2 must be a Dion2 or None, got {value!r}")
 
 
 def _either(predicate: jax.Array, true: Callable, false: Callable, *operands: Any) -> Any:

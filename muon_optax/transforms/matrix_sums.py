@@ -20,7 +20,17 @@ from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.specs import LeafSharding
 from muon_optax.sharding.trace_context import varying_axes
 
-__all__ = ["AxisSums", "MatrixSums", "Role", "Sums", "all_sums", "products", "quotient", "squares"]
+__all__ = [
+    "AxisSums",
+    "BlockSums",
+    "MatrixSums",
+    "Role",
+    "Sums",
+    "all_sums",
+    "products",
+    "quotient",
+    "squares",
+]
 
 Role = Literal["reduction", "output"]
 
@@ -57,8 +67,8 @@ def quotient(x: jax.typing.ArrayLike, y: jax.Array) -> jax.Array:
     return jnp.where(is_zero, 0, x / jnp.where(is_zero, 1, y))
 
 
-class Sums(Protocol):
-    """Sums over some axes of a leaf, one for each matrix or one for other groups of its entries."""
+class BlockSums(Protocol):
+    """What the devices that share a leaf each sum over their block, to be summed over them."""
 
     @property
     def leaf(self) -> BoundLeaf:
@@ -73,6 +83,10 @@ class Sums(Protocol):
     def block_sums(self, sharding: LeafSharding, x: jax.Array) -> jax.Array:
         """The sums over one device's block, where the sharding has Manual axes."""
         ...
+
+
+class Sums(BlockSums, Protocol):
+    """Sums over some axes of a leaf, one for each matrix or one for other groups of its entries."""
 
     def of(self, x: jax.Array) -> jax.Array:
         """The sums of `x`."""
@@ -214,7 +228,7 @@ class AxisSums:
         return sums
 
 
-def all_sums(rows: Sequence[tuple[Sums, jax.Array]]) -> list[jax.Array]:
+def all_sums(rows: Sequence[tuple[BlockSums, jax.Array]]) -> list[jax.Array]:
     """The sums of several arrays, in one all-reduce for all that are over the same mesh axes.
 
     Pieces ask for the sums of all their leaves at once. XLA would merge the all-reduces of one
@@ -263,7 +277,7 @@ def all_sums(rows: Sequence[tuple[Sums, jax.Array]]) -> list[jax.Array]:
 
 
 def _mapped_sums(
-    rows: Sequence[tuple[Sums, jax.Array]], open_axes: set[str]
+    rows: Sequence[tuple[BlockSums, jax.Array]], open_axes: set[str]
 ) -> Sequence[jax.Array]:
     """The sums, in a shard_map over mesh axes that aren't Manual yet."""
     inner, ins, outs = [], [], []
@@ -286,7 +300,7 @@ def _mapped_sums(
 
 
 def _reduced(
-    rows: Sequence[tuple[Sums, jax.Array]], shardings: Sequence[LeafSharding]
+    rows: Sequence[tuple[BlockSums, jax.Array]], shardings: Sequence[LeafSharding]
 ) -> list[jax.Array]:
     """The sums, psummed over the Manual axes of the dims: one psum for each set of axes."""
     results, groups = [], {}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from muon_optax._internal.checks import check_choice, check_decay, check_number
+from muon_optax._internal.checks import check_choice, check_decay, check_flag, check_number
 from muon_optax._internal.dtypes import scaled
 from muon_optax.partition import Views
 from muon_optax.sharding.bound_leaf import BoundLeaf
@@ -61,6 +61,7 @@ def scale_by_neuron(
     each: Neurons = "output",
     restore: Literal["norm"] | float | None = "norm",
     guard: NeuronGuard = "root",
+    skip_zeros: bool = False,
     weight_dimension_numbers: Views = None,
     param_shardings: Any = None,
 ) -> MatrixTransformation:
@@ -82,6 +83,9 @@ def scale_by_neuron(
       restore: what each matrix is brought back to: 'norm', its Frobenius norm before; a number, the
         root mean square of its entries (0.2 in the paper); None, nothing.
       guard: divide by sqrt(nu) + eps, 'root', or by sqrt(max(nu, eps)), 'clamp'.
+      skip_zeros: neurons whose whole update is zero keep their second moment, where it would decay.
+        For NorDion2: those that Dion2 doesn't choose have such updates. One that is chosen with a
+        momentum of zero keeps its moment too, as it has nothing to add to it.
       weight_dimension_numbers: as in `orthogonalize`.
       param_shardings: as in `orthogonalize`; needed inside a shard_map.
 
@@ -102,11 +106,12 @@ def scale_by_neuron(
     check_decay("eps", eps, below=np.inf)
     check_choice("each", each, get_args(Neurons))
     check_choice("guard", guard, get_args(NeuronGuard))
+    check_flag("skip_zeros", skip_zeros)
     if isinstance(restore, str):
         check_choice("restore", restore, ("norm",))
     elif restore is not None:
         check_number("restore", restore)
-    scaling = _NeuronScaling(beta2, eps, each, restore, guard)
+    scaling = _NeuronScaling(beta2, eps, each, restore, guard, skip_zeros)
     return standalone(
         Stage(scaling.init, scaling.update), weight_dimension_numbers, param_shardings
     )
@@ -121,6 +126,7 @@ class _NeuronScaling:
     each: Neurons
     restore: Any
     guard: NeuronGuard
+    skip_zeros: bool
 
     def init(self, params: Any, leaves: Leaves) -> NeuronState:
         arrays, treedef = jax.tree.flatten(params)
@@ -188,6 +194,8 @@ class _NeuronScaling:
         for (i, role), sums, squared in zip(keys, averaged, of_neurons, strict=True):
             old = moments[role][i]
             nu = moving_average(self.beta2, old, squared / sums.counts.astype(old.dtype))
+            if self.skip_zeros:
+                nu = jnp.where(squared == 0, old, nu)
             eps = jnp.asarray(self.eps, nu.dtype)
             root = jnp.sqrt(nu) + eps if self.guard == "root" else jnp.sqrt(jnp.maximum(nu, eps))
             new.append(nu)

@@ -94,6 +94,9 @@ class BoundView:
       cut: 1 where the (batch, reduction, output) array is cut along reduction, 2 along output.
       tiles: in how many equal parts each matrix is cut along reduction and along output, each of
         which is then a matrix of its own, as in MuonBP's block steps.
+      nonzero: where most rows or columns of matrices are zero, as those that Dion2 doesn't choose,
+        the sizes (fan-in, fan-out) of what is left without them, for each entry of `matrices`;
+        empty where matrices are full.
     """
 
     shape: tuple[int, ...]
@@ -104,6 +107,7 @@ class BoundView:
     groups: int
     cut: Literal[1, 2]
     tiles: tuple[int, int] = (1, 1)
+    nonzero: tuple[tuple[int, int], ...] = ()
 
     @property
     def batch(self) -> int:
@@ -128,11 +132,19 @@ class BoundView:
         return tuple(self._block_shape(self.batch, size) for size in self.block_sizes)
 
     @property
+    def dense_matrices(self) -> tuple[tuple[int, int, int], ...]:
+        """`matrices` without the rows and columns that are known to be zero."""
+        if not self.nonzero:
+            return self.matrices
+        pairs = zip(self.matrices, self.nonzero, strict=True)
+        return tuple((batch, *sizes) for (batch, _, _), sizes in pairs)
+
+    @property
     def matrix_key(self) -> tuple:
         """What two leaves must share for their matrices to be stacked: all but the batch axes."""
         sizes = tuple(self.shape[a] for a in self.stack_axes)
         reduction = len(self.reduction_axes)
-        blocks = self.block_sizes, self.groups, self.cut, self.tiles
+        blocks = self.block_sizes, self.groups, self.cut, self.tiles, self.nonzero
         return sizes, self._matrix_order, reduction, *blocks
 
     @property

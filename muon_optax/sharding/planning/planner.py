@@ -98,7 +98,7 @@ def _workload(leaf: BoundLeaf, newton_schulz: NewtonSchulz | None) -> Workload:
     dtype = jnp.dtype(leaf.dtype)
     # A function of the user's is counted as if it were the default iteration.
     counted = newton_schulz or NewtonSchulz(resolve_schedule())
-    flops = sum(k * counted.flops(m, n, dtype) for k, m, n in leaf.view.matrices)
+    flops = sum(k * counted.flops(m, n, dtype) for k, m, n in leaf.view.dense_matrices)
     mesh = leaf.sharding.mesh
     return Workload(
         rows,

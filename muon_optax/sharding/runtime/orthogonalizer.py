@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from muon_optax._internal.checks import check_choice, check_flag, check_static
 from muon_optax._internal.dtypes import wide_dtype
+from muon_optax._internal.slices import gathered, largest, places_of, scattered
 from muon_optax.orthogonalization import (
     Coefficients,
     GramCollectives,
@@ -57,8 +58,8 @@ class Orthogonalizer:
 
     def whole(self, stacked: jax.Array, view: BoundView) -> jax.Array:
         """Orthogonalises whole matrices, stacked by `BoundView.stack`."""
-        parts = view.split_stack(stacked)
-        return view.merge_stack([self._in_batches(part) for part in parts])
+        parts = zip(view.split_stack(stacked), view.dense_matrices, strict=True)
+        return view.merge_stack([self._dense(x, (m, n)) for x, (_, m, n) in parts])
 
     def slices(
         self,
@@ -83,6 +84,21 @@ class Orthogonalizer:
         if not self.adaptive:
             return y
         return _times(y, jax.lax.psum(_inner(x, y), axes))
+
+    def _dense(self, x: jax.Array, sizes: tuple[int, int]) -> jax.Array:
+        """Orthogonalises (batch, m, n) without the zero rows or columns that these sizes leave out.
+
+        The polar factor of the rest, with the same zeros, is that of the whole.
+        """
+        axis = next((i for i, n in enumerate(sizes, 1) if n < x.shape[i]), None)
+        if axis is None:
+            return self._in_batches(x)
+        # No row that isn't zero has a smaller sum than one that is.
+        sums = jnp.sum(jnp.abs(x).astype(wide_dtype(x.real.dtype)), 3 - axis)
+        indices = largest(sums, sizes[axis - 1])
+        places = jnp.expand_dims(places_of(indices, x.shape[axis]), 3 - axis)
+        dense = gathered(x, jnp.expand_dims(indices, 3 - axis), axis)
+        return scattered(self._in_batches(dense), places, axis)
 
     def _in_batches(self, x: jax.Array) -> jax.Array:
         """Applies the function to (batch, m, n) in batches whose size suits the device."""
