@@ -1,9 +1,11 @@
 """Evidence from the shapes of a tree about leaves whose names tell nothing."""
 
 import collections
+import itertools
+import re
 from collections.abc import Sequence
 
-from muon_optax._internal.tree_paths import has_unnamed, path_name, unnumbered
+from muon_optax._internal.tree_paths import Segments, has_unnamed, path_name, unnumbered
 from muon_optax.partition import names
 from muon_optax.partition.stacks import Stacks
 from muon_optax.partition.tree import Leaf, Role
@@ -20,6 +22,8 @@ _FEWEST = 4  # outputs of a box, a score, a mean and a deviation: no hidden laye
 _OUTPUTS = {"out", "output", "outputs"}
 _LAYERS = {"dense", "linear", "fc"}  # of a recurrent cell, those that are no gate's
 _SKIPS = {"residual", "skip", "shortcut"}
+_CONNECTED = 4  # so many matrices for each one whose sizes no other has
+_LAST_NUMBER = re.compile(r"\d+(?=\D*$)")
 _PARALLEL = {"heads", "lm"}  # parallel heads: `lm_heads/0`
 
 
@@ -35,9 +39,12 @@ class Evidence:
         stacked = [x for x in rest if len(x.shape) > 2 and not self._order.depthwise_channels(x)]
         self._stacks = Stacks(tree, stacked)
         self._is_alone = len(rest) == 1
+        self._unconnected_paths = _unconnected(tree, rest)
         self._alike: dict[str, list[Leaf]] = collections.defaultdict(list)
+        self._sequences: dict[str, list[Leaf]] = collections.defaultdict(list)
         for leaf in rest:
             self._alike[unnumbered(path_name(leaf.path))].append(leaf)
+            self._sequences[_sequence_of(leaf)].append(leaf)
 
     def roles(self, rest: Sequence[Leaf]) -> list[Role]:
         """The roles of the rest: what each of them shows, and then what the heads found show."""
@@ -81,7 +88,14 @@ class Evidence:
             return self._of_many_dims(leaf)
         if not _multiplies(leaf) and self._stacks.has_vector(leaf):
             return "stacked_vector"
-        return self._head(leaf) or self._matrix(leaf)
+        return self._head(leaf) or self._unconnected(leaf) or self._matrix(leaf)
+
+    def _unconnected(self, leaf: Leaf) -> Role | None:
+        """A table whose rows are concatenated with others: no layer elsewhere has its sizes.
+
+        Of few layers, as in an example, nothing can be told.
+        """
+        return "unconnected" if leaf.path in self._unconnected_paths else None
 
     def _of_many_dims(self, leaf: Leaf) -> Role:
         if channels := self._order.depthwise_channels(leaf):
@@ -133,9 +147,10 @@ class Evidence:
     def _ends_sequence(self, leaf: Leaf, axis: int | None) -> bool:
         """Whether it is the last of layers that differ in a number, and gives what none takes.
 
-        Graph networks count their last layer with the others: `convs.2.lin`.
+        Graph networks count their last layer with the others: `convs.2.lin`. Of `box.1.layers.2`
+        it is the last number that counts layers; the others count alike heads.
         """
-        alike = self._alike[unnumbered(path_name(leaf.path))]
+        alike = self._sequences[_sequence_of(leaf)]
         if axis is None or alike[-1] is not leaf or len(alike) < 2:
             return False
         size, width = _outputs_first(leaf, axis)
@@ -203,12 +218,46 @@ class Evidence:
     def _matrix(self, leaf: Leaf) -> Role:
         if not self._is_alone and _is_unnamed(leaf):
             return "unnamed"
-        if _is_inner_head(leaf):
+        axis = self._order.output_axis(leaf)
+        if _is_inner_head(leaf, axis):
             return "inner_head"
-        if leaf.shape[0] == leaf.shape[1] or self._order.output_axis(leaf) != 0:
+        if leaf.shape[0] == leaf.shape[1] or axis != 0:
             return "matrix"
         is_told = self._order.is_told or not leaf.name.is_weight
         return "transposed_matrix" if is_told else "matrix_of_unknown_order"
+
+
+def _unconnected(tree: Sequence[Leaf], rest: Sequence[Leaf]) -> set[Segments]:
+    """Matrices without a bias, none of whose sizes another layer has.
+
+    Tables beside each other, whose rows are concatenated, have rows of one size; layers that lead
+    from one to the next have it on different axes.
+    """
+    places: dict[int, set[tuple[str, int]]] = collections.defaultdict(set)
+    for leaf in tree:
+        rank = len(leaf.shape)
+        for axis, size in enumerate(leaf.shape):
+            places[size].add((_module_of(leaf), axis if rank == 2 else -1))
+        for m, n in itertools.pairwise(leaf.shape if rank > 2 else ()):
+            places[m * n].add((_module_of(leaf), -1))
+    matrices = [leaf for leaf in rest if len(leaf.shape) == 2]
+    found = {
+        leaf.path
+        for leaf in matrices
+        if leaf.bias is None
+        and all(places[n] == {(_module_of(leaf), axis)} for axis, n in enumerate(leaf.shape))
+    }
+    return found if len(found) * _CONNECTED <= len(matrices) else set()
+
+
+def _module_of(leaf: Leaf) -> str:
+    """The module that holds the leaf's layer, or at the root the layer, without numbers."""
+    return unnumbered(path_name(leaf.name.parent or leaf.name.names))
+
+
+def _sequence_of(leaf: Leaf) -> str:
+    """The leaf's path without the last of its numbers, which is its place among the layers."""
+    return _LAST_NUMBER.sub("*", path_name(leaf.path))
 
 
 def _multiplies(leaf: Leaf) -> bool:
@@ -266,7 +315,9 @@ def _is_called_output(leaf: Leaf) -> bool:
     """Whether its name is that of a network's last layer."""
     is_fc = leaf.name.layer_name.lower() == "fc"  # fc1 and fc2 are those of a hidden MLP
     is_hidden = _is_modulation(leaf) or names.HIDDEN.is_in(leaf.name.near(1))
-    return (is_fc or names.OUTPUT.is_in(leaf.name.layer)) and not is_hidden
+    is_first = "decoder" in leaf.name.layer and names.EMBEDDING.is_in(leaf.name.layer)
+    is_output = names.OUTPUT.is_in(leaf.name.layer) and not is_first
+    return (is_fc or is_output) and not is_hidden
 
 
 def _is_in_head(leaf: Leaf, size: int, width: int) -> bool:
@@ -276,7 +327,7 @@ def _is_in_head(leaf: Leaf, size: int, width: int) -> bool:
     return is_called_so and not _is_modulation(leaf) and not is_multiple(size, width)
 
 
-def _is_inner_head(leaf: Leaf) -> bool:
+def _is_inner_head(leaf: Leaf, axis: int | None) -> bool:
     """Whether names say 'head' and shapes say 'hidden', with nothing to decide between them."""
     above = leaf.name.all_above
     is_plain = bool({"fc", "logits", "out"} & set(leaf.name.layer))
@@ -284,18 +335,23 @@ def _is_inner_head(leaf: Leaf) -> bool:
     is_inner = leaf.is_repeated or _is_attention(leaf)
     is_inner |= bool({"mlp", "ffn"} & set(leaf.name.all_tokens))
     is_in_head = names.HEAD.is_in(above) and is_plain
-    return (is_in_head or _is_called_last(leaf)) and not is_inner
+    return (is_in_head or _is_called_last(leaf, axis)) and not is_inner
 
 
-def _is_called_last(leaf: Leaf) -> bool:
-    """Whether its own name, or its module's, is that of a last layer: `final_proj`, `last/fc`."""
+def _is_called_last(leaf: Leaf, axis: int | None) -> bool:
+    """Whether its own name, or its module's, is that of a last layer: `final_proj`, `last/fc`.
+
+    Outputs that are a few blocks of the inputs are a shift and a scale, and hidden.
+    """
     layer = leaf.name.layer
     near = {"final", "last"} & {*leaf.name.layer, *(t for a in leaf.name.above[-1:] for t in a)}
     is_output = bool(_OUTPUTS & set(layer)) or bool(
         _SKIPS & set(layer) and _OUTPUTS & leaf.siblings  # added to an output
     )
     is_hidden = _is_modulation(leaf) or names.HIDDEN.is_in(leaf.name.near(1))
-    is_hidden |= names.EMBEDDING.is_in(layer) or is_multiple(max(leaf.shape), min(leaf.shape))
+    is_shrinking = is_output and axis is not None and leaf.shape[axis] < leaf.shape[1 - axis]
+    is_fused = is_multiple(max(leaf.shape), min(leaf.shape)) and not is_shrinking
+    is_hidden |= names.EMBEDDING.is_in(layer) or is_fused
     return (bool(near) or is_output) and not is_hidden
 
 
