@@ -193,6 +193,7 @@ def test_layers_that_make_biases_are_no_tables():
     shapes = {
         "layers/0/attn/position_bias_mlp/2/weight": (3, 64),
         "layers/0/film/scale_bias/weight": (512, 1024),
+        "layers/0/film/condition/weight": (1024, 64),
     }
     found = in_model(shapes, TORCH_BLOCK)
     assert set(found.values()) == {"transposed_matrix"}
@@ -225,3 +226,57 @@ def test_a_table_of_queries_may_be_beside_projections():
         "pool/attn/out_proj/weight": (64, 64),
     }
     assert in_model(shapes, TORCH_BLOCK)["pool/query"] == "table"
+
+
+def box_heads(sequence: str, outputs: int) -> dict[str, tuple[int, ...]]:
+    """MLPs of three layers with biases, one after each of two decoder layers."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for head in range(2):
+        for place, size in enumerate((64, 64, outputs)):
+            shapes[f"{sequence}/{head}/layers/{place}/weight"] = (size, 64)
+            shapes[f"{sequence}/{head}/layers/{place}/bias"] = (size,)
+    return shapes
+
+
+@pytest.mark.parametrize("name", ["bbox_embed", "corners", "decoder/regress"])
+def test_the_last_layers_of_several_alike_heads(name):
+    """D-FINE's `bbox_embed/1/layers/2` [4 x 33, 256]: the last number counts the layers."""
+    found = in_model(box_heads(name, 36), TORCH_BLOCK)
+    lasts = {path for path, role in found.items() if role == "wide_output"}
+    assert lasts == {f"{name}/{head}/layers/2/weight" for head in range(2)}
+
+
+def test_mlps_that_lead_back_to_the_width_have_no_last_layer():
+    found = in_model(box_heads("refine", 64), TORCH_BLOCK)
+    assert {role for role in found.values()} == {"matrix", "vector"}
+
+
+@pytest.mark.parametrize("name", ["proj_out", "output", "last_skip/out"])
+@pytest.mark.parametrize("factor", [2, 3, 4, 6])
+def test_outputs_that_are_a_fraction_of_the_inputs_are_no_shift_and_scale(name, factor):
+    """StableAudio's `proj_out` [256, 6 x 256], where convolutions give 256 as well."""
+    data = 96 // factor
+    shapes = {
+        "proj_in/weight": (96, data),
+        "preprocess_conv/weight": (data, data, 1),
+        "postprocess_conv/weight": (data, data, 1),
+        "norm/weight": (96,),
+        f"{name}/weight": (data, 96),
+    }
+    assert in_model(shapes, TORCH_BLOCK)[f"{name}/weight"] == "inner_head"
+
+
+def test_a_shift_and_a_scale_before_the_last_layer_are_hidden():
+    shapes = {"norm_out/linear/weight": (128, 64), "norm_out/linear/bias": (128,)}
+    assert set(in_model(shapes, TORCH_BLOCK).values()) == {"transposed_matrix", "vector"}
+
+
+@pytest.mark.parametrize("name", ["decoder_embed", "decoder_embedding_layer"])
+def test_the_layer_into_a_decoder_is_no_last_one(name):
+    """SegGPT's `decoder_embed` [16384, 4096] makes a map that convolutions take."""
+    shapes = {
+        f"{name}/weight": (64 * 16 * 16, 64),
+        f"{name}/bias": (64 * 16 * 16,),
+        "decoder_pred/conv/weight": (64, 64, 3, 3),
+    }
+    assert in_model(shapes, TORCH_BLOCK)[f"{name}/weight"] == "transposed_matrix"

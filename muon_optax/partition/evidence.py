@@ -3,7 +3,7 @@
 import collections
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from muon_optax._internal.tree_paths import Segments, has_unnamed, path_name, unnumbered
 from muon_optax.partition import names
@@ -49,21 +49,27 @@ class Evidence:
     def roles(self, rest: Sequence[Leaf]) -> list[Role]:
         """The roles of the rest: what each of them shows, and then what the heads found show."""
         found: list[Role] = [self._role(leaf) for leaf in rest]
-        heads = [leaf for leaf, role in zip(rest, found, strict=True) if role in _LAST]
-        sizes = {
-            leaf.shape[a] for leaf in heads if (a := self._order.output_axis(leaf)) is not None
-        }
-        pairs = zip(rest, found, strict=True)
-        return [self._beside_heads(leaf, role, sizes) for leaf, role in pairs]
+        pairs = list(zip(rest, found, strict=True))
+        sizes = self._output_sizes(leaf for leaf, role in pairs if role in _LAST)
+        sure = self._output_sizes(
+            leaf for leaf, role in pairs if role in _LAST and role != "wide_output"
+        )
+        return [self._beside_heads(leaf, role, sizes, sure) for leaf, role in pairs]
 
-    def _beside_heads(self, leaf: Leaf, role: Role, sizes: set[int]) -> Role:
-        """Of a matrix so far, what the outputs of the tree's heads tell.
+    def _output_sizes(self, leaves: Iterable[Leaf]) -> set[int]:
+        axes = ((leaf, self._order.output_axis(leaf)) for leaf in leaves)
+        return {leaf.shape[axis] for leaf, axis in axes if axis is not None}
+
+    def _beside_heads(self, leaf: Leaf, role: Role, sizes: set[int], sure: set[int]) -> Role:
+        """Of a matrix so far, and of a doubtful head, what the outputs of the tree's heads tell.
 
         Auxiliary heads between layers give what the last one gives. A layer that gives what the
         first one takes may be a last one: where there is no head at all, as in sequence models with
         one-hot tokens, or where layers lead there and back, as in autoencoders.
         """
         axis = self._order.output_axis(leaf)
+        if role == "wide_output" and leaf.is_repeated and self._output_sizes([leaf]) & sure:
+            return "output"
         if role not in _HIDDEN or axis is None or self._is_alone or _is_gate(leaf):
             return role
         size, width = _outputs_first(leaf, axis)
