@@ -248,7 +248,7 @@ def test_the_last_layers_of_several_alike_heads(name):
 
 def test_mlps_that_lead_back_to_the_width_have_no_last_layer():
     found = in_model(box_heads("refine", 64), TORCH_BLOCK)
-    assert {role for role in found.values()} == {"matrix", "vector"}
+    assert set(found.values()) == {"matrix", "vector"}
 
 
 @pytest.mark.parametrize("name", ["proj_out", "output", "last_skip/out"])
@@ -280,3 +280,47 @@ def test_the_layer_into_a_decoder_is_no_last_one(name):
         "decoder_pred/conv/weight": (64, 64, 3, 3),
     }
     assert in_model(shapes, TORCH_BLOCK)[f"{name}/weight"] == "transposed_matrix"
+
+
+def test_a_last_layer_after_features_of_several_layers_concatenated():
+    """GraphSAGE with jumping knowledge: `lin` [41, 3 x 256] after three layers."""
+    shapes = {f"convs/{i}/lin_l/weight": (40, 64 if i == 0 else 40) for i in range(3)}
+    assert in_model(shapes | {"lin/weight": (7, 120)}, TORCH_BLOCK)["lin/weight"] == "output"
+    assert in_model({"lin/weight": (7, 120)}, TORCH_BLOCK)["lin/weight"] == "unconnected"
+
+
+def test_attention_vectors_take_no_outputs():
+    """GATv2's `att` [1, heads, dims] has a dim for each output of its layer."""
+    shapes: dict[str, tuple[int, ...]] = {"convs/2/att": (1, 8, 7)}
+    for place, (outputs, inputs) in enumerate([(64, 300), (64, 64), (56, 64)]):
+        shapes[f"convs/{place}/lin/weight"] = (outputs, inputs)
+        shapes[f"convs/{place}/lin/bias"] = (outputs,)
+    assert in_model(shapes, TORCH_BLOCK)["convs/2/lin/weight"] == "wide_output"
+
+
+def test_as_many_outputs_as_a_table_has_rows_are_a_head_whatever_it_takes():
+    shapes = {"words/embedding/weight": (1000, 64), "to_words/w/weight": (1000, 80)}
+    assert in_model(shapes, TORCH_BLOCK)["to_words/w/weight"] == "output"
+
+
+@pytest.mark.parametrize("name", ["to_pixels", "to_rgb", "decode/to_image"])
+def test_a_layer_to_pixels_is_doubtful_beside_a_norm_of_as_many(name):
+    """A masked autoencoder's patches are normalised: a norm has as many entries as a patch."""
+    shapes = {
+        "patch_to_emb/1/weight": (192,),
+        "patch_to_emb/2/weight": (64, 192),
+        f"{name}/weight": (192, 64),
+    }
+    assert in_model(shapes, TORCH_BLOCK)[f"{name}/weight"] == "inner_head"
+    assert role_in_model("image_to_text/weight", (192, 64), TORCH_BLOCK) != "inner_head"
+
+
+def test_a_narrow_last_layer_is_doubtful_where_only_tables_take_as_many():
+    """Latents [8, 64] beside tables whose rows have 8 entries, which nothing tells from layers."""
+    tables = {"codes_of/a/weight": (44, 8), "codes_of/t/weight": (1473, 8)}
+    last = {"latents_linear/1/weight": (8, 64)}
+    found = in_model(tables | last, TORCH_BLOCK)
+    assert found["latents_linear/1/weight"] == "data_output"
+    layer = {"codes_of/a/bias": (44,)}
+    found = in_model(tables | last | layer, TORCH_BLOCK)
+    assert found["latents_linear/1/weight"] == "transposed_matrix"

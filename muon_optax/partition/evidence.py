@@ -1,12 +1,13 @@
 """Evidence from the shapes of a tree about leaves whose names tell nothing."""
 
 import collections
-import itertools
 import re
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from muon_optax._internal.tree_paths import Segments, has_unnamed, path_name, unnumbered
+from muon_optax._internal.tree_paths import has_unnamed, path_name, unnumbered
 from muon_optax.partition import names
+from muon_optax.partition.connections import unconnected
 from muon_optax.partition.stacks import Stacks
 from muon_optax.partition.tree import Leaf, Role
 from muon_optax.partition.widths import IMAGE_CHANNELS, VOCABULARY, Widths, is_multiple
@@ -15,16 +16,31 @@ __all__ = ["Evidence"]
 
 _MANY_OUTPUTS = 4096  # of a head whose outputs are taken again, as by a loss between layers
 _HEADS = ((("head",),), (("classifier",),))
-_LAST: tuple[Role, ...] = ("head", "output", "few_outputs", "tall_table", "wide_output")
+_SURE: tuple[Role, ...] = ("head", "output", "few_outputs", "tall_table")
+_LAST: tuple[Role, ...] = (*_SURE, "wide_output")
 _HIDDEN: tuple[Role, ...] = ("matrix", "transposed_matrix", "matrix_of_unknown_order")
 _FEW_OUTPUTS = 32  # of a small head, whose number others may have by chance
 _FEWEST = 4  # outputs of a box, a score, a mean and a deviation: no hidden layer is so narrow
 _OUTPUTS = {"out", "output", "outputs"}
 _LAYERS = {"dense", "linear", "fc"}  # of a recurrent cell, those that are no gate's
+_PIXELS = {"pixel", "pixels", "image", "images", "rgb"}  # what `to_pixels` gives is no width
 _SKIPS = {"residual", "skip", "shortcut"}
-_CONNECTED = 4  # so many matrices for each one whose sizes no other has
 _LAST_NUMBER = re.compile(r"\d+(?=\D*$)")
 _PARALLEL = {"heads", "lm"}  # parallel heads: `lm_heads/0`
+
+
+class _Heads(NamedTuple):
+    """What is known of the tree once its last layers are found.
+
+    Attributes:
+      sizes: how many outputs heads give.
+      sure: how many those give that aren't doubtful.
+      led_on: inputs of what can't be a table.
+    """
+
+    sizes: set[int]
+    sure: set[int]
+    led_on: set[int]
 
 
 class Evidence:
@@ -39,7 +55,7 @@ class Evidence:
         stacked = [x for x in rest if len(x.shape) > 2 and not self._order.depthwise_channels(x)]
         self._stacks = Stacks(tree, stacked)
         self._is_alone = len(rest) == 1
-        self._unconnected_paths = _unconnected(tree, rest)
+        self._unconnected_paths = unconnected(tree, rest)
         self._alike: dict[str, list[Leaf]] = collections.defaultdict(list)
         self._sequences: dict[str, list[Leaf]] = collections.defaultdict(list)
         for leaf in rest:
@@ -50,17 +66,18 @@ class Evidence:
         """The roles of the rest: what each of them shows, and then what the heads found show."""
         found: list[Role] = [self._role(leaf) for leaf in rest]
         pairs = list(zip(rest, found, strict=True))
-        sizes = self._output_sizes(leaf for leaf, role in pairs if role in _LAST)
-        sure = self._output_sizes(
-            leaf for leaf, role in pairs if role in _LAST and role != "wide_output"
+        heads = _Heads(
+            self._output_sizes(leaf for leaf, role in pairs if role in _LAST),
+            self._output_sizes(leaf for leaf, role in pairs if role in _SURE),
+            {n for x, role in pairs if not _is_tall(x, role) for n in self._order.inputs(x)},
         )
-        return [self._beside_heads(leaf, role, sizes, sure) for leaf, role in pairs]
+        return [self._beside_heads(leaf, role, heads) for leaf, role in pairs]
 
     def _output_sizes(self, leaves: Iterable[Leaf]) -> set[int]:
         axes = ((leaf, self._order.output_axis(leaf)) for leaf in leaves)
         return {leaf.shape[axis] for leaf, axis in axes if axis is not None}
 
-    def _beside_heads(self, leaf: Leaf, role: Role, sizes: set[int], sure: set[int]) -> Role:
+    def _beside_heads(self, leaf: Leaf, role: Role, heads: _Heads) -> Role:
         """Of a matrix so far, and of a doubtful head, what the outputs of the tree's heads tell.
 
         Auxiliary heads between layers give what the last one gives. A layer that gives what the
@@ -68,18 +85,22 @@ class Evidence:
         one-hot tokens, or where layers lead there and back, as in autoencoders.
         """
         axis = self._order.output_axis(leaf)
-        if role == "wide_output" and leaf.is_repeated and self._output_sizes([leaf]) & sure:
+        if role == "wide_output" and leaf.is_repeated and self._output_sizes([leaf]) & heads.sure:
             return "output"
         if role not in _HIDDEN or axis is None or self._is_alone or _is_gate(leaf):
             return role
         size, width = _outputs_first(leaf, axis)
-        if leaf.is_repeated and size != width and size in sizes and self._widths.is_free(size):
+        is_of_head = size != width and size in heads.sizes and self._widths.is_free(size)
+        if leaf.is_repeated and is_of_head:
             return "output"
         is_last = not leaf.is_repeated and not _is_called_hidden(leaf)
+        is_slim = size * VOCABULARY <= width and size not in heads.led_on
+        if is_last and is_slim and self._widths.is_taken(size) and size not in self._widths.norms:
+            return "data_output"  # only tables without names have rows of that size
         is_data = is_last and size != width and self._widths.is_data(size)
         # What takes the rows of a table and leads back to them is a bottleneck beside them.
         is_beside_table = self._widths.is_embedded(width)
-        is_data &= not sizes or (self._widths.leads_back(size) and not is_beside_table)
+        is_data &= not heads.sizes or (self._widths.leads_back(size) and not is_beside_table)
         return "data_output" if is_data and not self._is_in_sequence(leaf) else role
 
     def _is_in_sequence(self, leaf: Leaf) -> bool:
@@ -200,13 +221,14 @@ class Evidence:
         is_tall = size >= max(_MANY_OUTPUTS, VOCABULARY * width) and leaf.bias is None
         if is_tall and self._widths.is_free(size):
             return "tall_table"  # of users or items, whose rows are concatenated with others
-        if width not in self._widths.given:
+        is_free = self._widths.is_free(size)
+        if is_free and size in self._widths.rows and size > width:
+            return "output"
+        if not self._widths.is_given(width):
             return None
-        if not self._widths.is_free(size):
+        if not is_free:
             is_called_so = names.RECONSTRUCTION.is_in(leaf.name.near(1))
             return self._reconstruction(leaf, size) if is_called_so else None
-        if size in self._widths.rows and size > width:
-            return "output"
         is_beside_table = leaf.bias is not None and self._widths.is_embedded(size)
         if self._widths.is_feature_map(size) or is_beside_table:
             return None
@@ -231,34 +253,6 @@ class Evidence:
             return "matrix"
         is_told = self._order.is_told or not leaf.name.is_weight
         return "transposed_matrix" if is_told else "matrix_of_unknown_order"
-
-
-def _unconnected(tree: Sequence[Leaf], rest: Sequence[Leaf]) -> set[Segments]:
-    """Matrices without a bias, none of whose sizes another layer has.
-
-    Tables beside each other, whose rows are concatenated, have rows of one size; layers that lead
-    from one to the next have it on different axes.
-    """
-    places: dict[int, set[tuple[str, int]]] = collections.defaultdict(set)
-    for leaf in tree:
-        rank = len(leaf.shape)
-        for axis, size in enumerate(leaf.shape):
-            places[size].add((_module_of(leaf), axis if rank == 2 else -1))
-        for m, n in itertools.pairwise(leaf.shape if rank > 2 else ()):
-            places[m * n].add((_module_of(leaf), -1))
-    matrices = [leaf for leaf in rest if len(leaf.shape) == 2]
-    found = {
-        leaf.path
-        for leaf in matrices
-        if leaf.bias is None
-        and all(places[n] == {(_module_of(leaf), axis)} for axis, n in enumerate(leaf.shape))
-    }
-    return found if len(found) * _CONNECTED <= len(matrices) else set()
-
-
-def _module_of(leaf: Leaf) -> str:
-    """The module that holds the leaf's layer, or at the root the layer, without numbers."""
-    return unnumbered(path_name(leaf.name.parent or leaf.name.names))
 
 
 def _sequence_of(leaf: Leaf) -> str:
@@ -307,6 +301,11 @@ def _is_attention(leaf: Leaf) -> bool:
     return in_module or (is_projection and has_others)
 
 
+def _is_tall(leaf: Leaf, role: Role) -> bool:
+    """Whether a last layer may be a table: their sizes are alike, but a table has no bias."""
+    return role in _LAST and leaf.bias is None and not leaf.name.is_kernel
+
+
 def _is_gate(leaf: Leaf) -> bool:
     """Whether it is in an attention or of a cell, but for layers beside the gates of the cell."""
     is_in_cell = names.CELL.is_in(leaf.name.all_tokens)
@@ -341,7 +340,8 @@ def _is_inner_head(leaf: Leaf, axis: int | None) -> bool:
     is_inner = leaf.is_repeated or _is_attention(leaf)
     is_inner |= bool({"mlp", "ffn"} & set(leaf.name.all_tokens))
     is_in_head = names.HEAD.is_in(above) and is_plain
-    return (is_in_head or _is_called_last(leaf, axis)) and not is_inner
+    is_pixels = leaf.name.layer[:1] == ("to",) and bool(_PIXELS & set(leaf.name.layer))
+    return (is_in_head or is_pixels or _is_called_last(leaf, axis)) and not is_inner
 
 
 def _is_called_last(leaf: Leaf, axis: int | None) -> bool:
