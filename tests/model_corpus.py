@@ -5,7 +5,8 @@ diffusers, timm and torchvision, layers that are alike told once; want is 'adam'
 (three dims or more: AdamW until a view is declared) or 'either'. `data/jax_models.json.gz` is
 {model: {framework, tree, leaves: [[path, shape, want, why, axes, heads]]}}.
 `data/more_models.json.gz` is {'torch': {model: [[path, shape, want]]}, 'jax': {model: {tree,
-leaves: [[path, shape, want]]}}}, of 375 other models.
+leaves: [[path, shape, want]]}}}, of 375 other models. `data/blind_models.json.gz` is of the same
+form, of 194 models that were labelled before any rule was asked about them.
 """
 
 import collections
@@ -57,11 +58,14 @@ def _leaves(rows: Iterable[Any]) -> list[Leaf]:
 TORCH = _torch(read("models.json.gz"))
 JAX = _jax(read("jax_models.json.gz"))
 MORE = read("more_models.json.gz")
+BLIND = read("blind_models.json.gz")
 CORPORA: dict[str, Models] = {
     "PyTorch": TORCH,
     "JAX": JAX,
     "PyTorch, more": _torch(MORE["torch"]),
     "JAX, more": _jax(MORE["jax"]),
+    "PyTorch, blind": _torch(BLIND["torch"]),
+    "JAX, blind": _jax(BLIND["jax"]),
 }
 
 

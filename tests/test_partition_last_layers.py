@@ -193,6 +193,7 @@ def test_layers_that_make_biases_are_no_tables():
     shapes = {
         "layers/0/attn/position_bias_mlp/2/weight": (3, 64),
         "layers/0/film/scale_bias/weight": (512, 1024),
+        "layers/0/film/condition/weight": (1024, 64),
     }
     found = in_model(shapes, TORCH_BLOCK)
     assert set(found.values()) == {"transposed_matrix"}
@@ -225,3 +226,101 @@ def test_a_table_of_queries_may_be_beside_projections():
         "pool/attn/out_proj/weight": (64, 64),
     }
     assert in_model(shapes, TORCH_BLOCK)["pool/query"] == "table"
+
+
+def box_heads(sequence: str, outputs: int) -> dict[str, tuple[int, ...]]:
+    """MLPs of three layers with biases, one after each of two decoder layers."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for head in range(2):
+        for place, size in enumerate((64, 64, outputs)):
+            shapes[f"{sequence}/{head}/layers/{place}/weight"] = (size, 64)
+            shapes[f"{sequence}/{head}/layers/{place}/bias"] = (size,)
+    return shapes
+
+
+@pytest.mark.parametrize("name", ["bbox_embed", "corners", "decoder/regress"])
+def test_the_last_layers_of_several_alike_heads(name):
+    """D-FINE's `bbox_embed/1/layers/2` [4 x 33, 256]: the last number counts the layers."""
+    found = in_model(box_heads(name, 36), TORCH_BLOCK)
+    lasts = {path for path, role in found.items() if role == "wide_output"}
+    assert lasts == {f"{name}/{head}/layers/2/weight" for head in range(2)}
+
+
+def test_mlps_that_lead_back_to_the_width_have_no_last_layer():
+    found = in_model(box_heads("refine", 64), TORCH_BLOCK)
+    assert set(found.values()) == {"matrix", "vector"}
+
+
+@pytest.mark.parametrize("name", ["proj_out", "output", "last_skip/out"])
+@pytest.mark.parametrize("factor", [2, 3, 4, 6])
+def test_outputs_that_are_a_fraction_of_the_inputs_are_no_shift_and_scale(name, factor):
+    """StableAudio's `proj_out` [256, 6 x 256], where convolutions give 256 as well."""
+    data = 96 // factor
+    shapes = {
+        "proj_in/weight": (96, data),
+        "preprocess_conv/weight": (data, data, 1),
+        "postprocess_conv/weight": (data, data, 1),
+        "norm/weight": (96,),
+        f"{name}/weight": (data, 96),
+    }
+    assert in_model(shapes, TORCH_BLOCK)[f"{name}/weight"] == "inner_head"
+
+
+def test_a_shift_and_a_scale_before_the_last_layer_are_hidden():
+    shapes = {"norm_out/linear/weight": (128, 64), "norm_out/linear/bias": (128,)}
+    assert set(in_model(shapes, TORCH_BLOCK).values()) == {"transposed_matrix", "vector"}
+
+
+@pytest.mark.parametrize("name", ["decoder_embed", "decoder_embedding_layer"])
+def test_the_layer_into_a_decoder_is_no_last_one(name):
+    """SegGPT's `decoder_embed` [16384, 4096] makes a map that convolutions take."""
+    shapes = {
+        f"{name}/weight": (64 * 16 * 16, 64),
+        f"{name}/bias": (64 * 16 * 16,),
+        "decoder_pred/conv/weight": (64, 64, 3, 3),
+    }
+    assert in_model(shapes, TORCH_BLOCK)[f"{name}/weight"] == "transposed_matrix"
+
+
+def test_a_last_layer_after_features_of_several_layers_concatenated():
+    """GraphSAGE with jumping knowledge: `lin` [41, 3 x 256] after three layers."""
+    shapes = {f"convs/{i}/lin_l/weight": (40, 64 if i == 0 else 40) for i in range(3)}
+    assert in_model(shapes | {"lin/weight": (7, 120)}, TORCH_BLOCK)["lin/weight"] == "output"
+    assert in_model({"lin/weight": (7, 120)}, TORCH_BLOCK)["lin/weight"] == "unconnected"
+
+
+def test_attention_vectors_take_no_outputs():
+    """GATv2's `att` [1, heads, dims] has a dim for each output of its layer."""
+    shapes: dict[str, tuple[int, ...]] = {"convs/2/att": (1, 8, 7)}
+    for place, (outputs, inputs) in enumerate([(64, 300), (64, 64), (56, 64)]):
+        shapes[f"convs/{place}/lin/weight"] = (outputs, inputs)
+        shapes[f"convs/{place}/lin/bias"] = (outputs,)
+    assert in_model(shapes, TORCH_BLOCK)["convs/2/lin/weight"] == "wide_output"
+
+
+def test_as_many_outputs_as_a_table_has_rows_are_a_head_whatever_it_takes():
+    shapes = {"words/embedding/weight": (1000, 64), "to_words/w/weight": (1000, 80)}
+    assert in_model(shapes, TORCH_BLOCK)["to_words/w/weight"] == "output"
+
+
+@pytest.mark.parametrize("name", ["to_pixels", "to_rgb", "decode/to_image"])
+def test_a_layer_to_pixels_is_doubtful_beside_a_norm_of_as_many(name):
+    """A masked autoencoder's patches are normalised: a norm has as many entries as a patch."""
+    shapes = {
+        "patch_to_emb/1/weight": (192,),
+        "patch_to_emb/2/weight": (64, 192),
+        f"{name}/weight": (192, 64),
+    }
+    assert in_model(shapes, TORCH_BLOCK)[f"{name}/weight"] == "inner_head"
+    assert role_in_model("image_to_text/weight", (192, 64), TORCH_BLOCK) != "inner_head"
+
+
+def test_a_narrow_last_layer_is_doubtful_where_only_tables_take_as_many():
+    """Latents [8, 64] beside tables whose rows have 8 entries, which nothing tells from layers."""
+    tables = {"codes_of/a/weight": (44, 8), "codes_of/t/weight": (1473, 8)}
+    last = {"latents_linear/1/weight": (8, 64)}
+    found = in_model(tables | last, TORCH_BLOCK)
+    assert found["latents_linear/1/weight"] == "data_output"
+    layer = {"codes_of/a/bias": (44,)}
+    found = in_model(tables | last | layer, TORCH_BLOCK)
+    assert found["latents_linear/1/weight"] == "transposed_matrix"

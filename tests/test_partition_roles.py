@@ -358,3 +358,46 @@ def test_default_rules_are_data():
     labels = {r.path: r.optimizer for r in report(params, partition=(*eager, *rules)).rows}
     assert labels["lm_head/kernel"] == "frozen"
     assert labels["layers/0/mlp/up/kernel"] == "muon"
+
+
+def test_t5s_shared_table_and_shared_layers():
+    """TabNet's `shared_layers/1` is one of its feature transformers' layers."""
+    assert role_in_model("shared/weight", (500, 64), TORCH_BLOCK) == "table"
+    assert role_in_model("shared_layers/1/weight", (128, 64), TORCH_BLOCK) == "transposed_matrix"
+
+
+def few_and_many(tables: dict[str, tuple[int, ...]]) -> dict[str, str]:
+    """Roles of tables beside enough matrices whose sizes fit."""
+    others = {f"layers/{i}/mlp/{n}/weight": s for i in (0, 1) for n, s in _MLP.items()}
+    return in_model(tables | others, TORCH_BLOCK)
+
+
+_MLP = {"up": (256, 64), "gate": (256, 64), "down": (64, 256)}
+
+
+def test_tables_whose_rows_are_concatenated_are_doubtful():
+    """Features of atoms, each of 16 entries, and Inkling's profiles over distances."""
+    features = {"element/weight": (128, 16), "charge/weight": (11, 16)}
+    found = few_and_many({f"factory/features/{path}": x for path, x in features.items()})
+    assert {found[f"factory/features/{path}"] for path in features} == {"unconnected"}
+    profile = "layers/0/attn/distance_logits_proj/proj"
+    assert few_and_many({profile: (16, 512)})[profile] == "unconnected"
+
+
+def test_layers_that_share_a_size_are_no_tables():
+    """Low-rank queries, with and without a norm between, and a layer with a bias."""
+    low_rank = {
+        "layers/0/attn/q_a/weight": (48, 64),
+        "layers/0/attn/q_b/weight": (1000, 48),
+        "layers/0/attn/kv_norm/weight": (24,),
+        "layers/0/attn/kv_b/weight": (800, 24),
+        "features/mix/weight": (90, 17),
+        "features/mix/bias": (90,),
+    }
+    found = few_and_many(low_rank)
+    matrices = {found[path] for path, shape in low_rank.items() if len(shape) == 2}
+    assert matrices == {"transposed_matrix"}
+
+
+def test_of_a_few_layers_none_is_called_unconnected():
+    assert "unconnected" not in roles({"a/w": (4, 8), "b/w": (16, 32), "c/w": (5, 7)}).values()

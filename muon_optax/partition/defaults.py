@@ -55,6 +55,12 @@ ADAM_RULES = (
         "leaves that look like stacked vectors (first dim as that of a stack beside them) get "
         "AdamW",
     ),
+    _adam(
+        "unconnected",
+        "perhaps a table: no other layer has its sizes",
+        "matrices without a bias that share no size with other layers get AdamW, as tables whose "
+        "rows are concatenated with others; a hidden layer is Muon's",
+    ),
 )
 
 MATRIX_RULES = (

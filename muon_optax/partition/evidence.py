@@ -1,10 +1,13 @@
 """Evidence from the shapes of a tree about leaves whose names tell nothing."""
 
 import collections
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from muon_optax._internal.tree_paths import has_unnamed, path_name, unnumbered
 from muon_optax.partition import names
+from muon_optax.partition.connections import unconnected
 from muon_optax.partition.stacks import Stacks
 from muon_optax.partition.tree import Leaf, Role
 from muon_optax.partition.widths import IMAGE_CHANNELS, VOCABULARY, Widths, is_multiple
@@ -13,14 +16,31 @@ __all__ = ["Evidence"]
 
 _MANY_OUTPUTS = 4096  # of a head whose outputs are taken again, as by a loss between layers
 _HEADS = ((("head",),), (("classifier",),))
-_LAST: tuple[Role, ...] = ("head", "output", "few_outputs", "tall_table", "wide_output")
+_SURE: tuple[Role, ...] = ("head", "output", "few_outputs", "tall_table")
+_LAST: tuple[Role, ...] = (*_SURE, "wide_output")
 _HIDDEN: tuple[Role, ...] = ("matrix", "transposed_matrix", "matrix_of_unknown_order")
 _FEW_OUTPUTS = 32  # of a small head, whose number others may have by chance
 _FEWEST = 4  # outputs of a box, a score, a mean and a deviation: no hidden layer is so narrow
 _OUTPUTS = {"out", "output", "outputs"}
 _LAYERS = {"dense", "linear", "fc"}  # of a recurrent cell, those that are no gate's
+_PIXELS = {"pixel", "pixels", "image", "images", "rgb"}  # what `to_pixels` gives is no width
 _SKIPS = {"residual", "skip", "shortcut"}
+_LAST_NUMBER = re.compile(r"\d+(?=\D*$)")
 _PARALLEL = {"heads", "lm"}  # parallel heads: `lm_heads/0`
+
+
+class _Heads(NamedTuple):
+    """What is known of the tree once its last layers are found.
+
+    Attributes:
+      sizes: how many outputs heads give.
+      sure: how many those give that aren't doubtful.
+      led_on: inputs of what can't be a table.
+    """
+
+    sizes: set[int]
+    sure: set[int]
+    led_on: set[int]
 
 
 class Evidence:
@@ -35,38 +55,52 @@ class Evidence:
         stacked = [x for x in rest if len(x.shape) > 2 and not self._order.depthwise_channels(x)]
         self._stacks = Stacks(tree, stacked)
         self._is_alone = len(rest) == 1
+        self._unconnected_paths = unconnected(tree, rest)
         self._alike: dict[str, list[Leaf]] = collections.defaultdict(list)
+        self._sequences: dict[str, list[Leaf]] = collections.defaultdict(list)
         for leaf in rest:
             self._alike[unnumbered(path_name(leaf.path))].append(leaf)
+            self._sequences[_sequence_of(leaf)].append(leaf)
 
     def roles(self, rest: Sequence[Leaf]) -> list[Role]:
         """The roles of the rest: what each of them shows, and then what the heads found show."""
         found: list[Role] = [self._role(leaf) for leaf in rest]
-        heads = [leaf for leaf, role in zip(rest, found, strict=True) if role in _LAST]
-        sizes = {
-            leaf.shape[a] for leaf in heads if (a := self._order.output_axis(leaf)) is not None
-        }
-        pairs = zip(rest, found, strict=True)
-        return [self._beside_heads(leaf, role, sizes) for leaf, role in pairs]
+        pairs = list(zip(rest, found, strict=True))
+        heads = _Heads(
+            self._output_sizes(leaf for leaf, role in pairs if role in _LAST),
+            self._output_sizes(leaf for leaf, role in pairs if role in _SURE),
+            {n for x, role in pairs if not _is_tall(x, role) for n in self._order.inputs(x)},
+        )
+        return [self._beside_heads(leaf, role, heads) for leaf, role in pairs]
 
-    def _beside_heads(self, leaf: Leaf, role: Role, sizes: set[int]) -> Role:
-        """Of a matrix so far, what the outputs of the tree's heads tell.
+    def _output_sizes(self, leaves: Iterable[Leaf]) -> set[int]:
+        axes = ((leaf, self._order.output_axis(leaf)) for leaf in leaves)
+        return {leaf.shape[axis] for leaf, axis in axes if axis is not None}
+
+    def _beside_heads(self, leaf: Leaf, role: Role, heads: _Heads) -> Role:
+        """Of a matrix so far, and of a doubtful head, what the outputs of the tree's heads tell.
 
         Auxiliary heads between layers give what the last one gives. A layer that gives what the
         first one takes may be a last one: where there is no head at all, as in sequence models with
         one-hot tokens, or where layers lead there and back, as in autoencoders.
         """
         axis = self._order.output_axis(leaf)
+        if role == "wide_output" and leaf.is_repeated and self._output_sizes([leaf]) & heads.sure:
+            return "output"
         if role not in _HIDDEN or axis is None or self._is_alone or _is_gate(leaf):
             return role
         size, width = _outputs_first(leaf, axis)
-        if leaf.is_repeated and size != width and size in sizes and self._widths.is_free(size):
+        is_of_head = size != width and size in heads.sizes and self._widths.is_free(size)
+        if leaf.is_repeated and is_of_head:
             return "output"
         is_last = not leaf.is_repeated and not _is_called_hidden(leaf)
+        is_slim = size * VOCABULARY <= width and size not in heads.led_on
+        if is_last and is_slim and self._widths.is_taken(size) and size not in self._widths.norms:
+            return "data_output"  # only tables without names have rows of that size
         is_data = is_last and size != width and self._widths.is_data(size)
         # What takes the rows of a table and leads back to them is a bottleneck beside them.
         is_beside_table = self._widths.is_embedded(width)
-        is_data &= not sizes or (self._widths.leads_back(size) and not is_beside_table)
+        is_data &= not heads.sizes or (self._widths.leads_back(size) and not is_beside_table)
         return "data_output" if is_data and not self._is_in_sequence(leaf) else role
 
     def _is_in_sequence(self, leaf: Leaf) -> bool:
@@ -81,7 +115,14 @@ class Evidence:
             return self._of_many_dims(leaf)
         if not _multiplies(leaf) and self._stacks.has_vector(leaf):
             return "stacked_vector"
-        return self._head(leaf) or self._matrix(leaf)
+        return self._head(leaf) or self._unconnected(leaf) or self._matrix(leaf)
+
+    def _unconnected(self, leaf: Leaf) -> Role | None:
+        """A table whose rows are concatenated with others: no layer elsewhere has its sizes.
+
+        Of few layers, as in an example, nothing can be told.
+        """
+        return "unconnected" if leaf.path in self._unconnected_paths else None
 
     def _of_many_dims(self, leaf: Leaf) -> Role:
         if channels := self._order.depthwise_channels(leaf):
@@ -133,9 +174,10 @@ class Evidence:
     def _ends_sequence(self, leaf: Leaf, axis: int | None) -> bool:
         """Whether it is the last of layers that differ in a number, and gives what none takes.
 
-        Graph networks count their last layer with the others: `convs.2.lin`.
+        Graph networks count their last layer with the others: `convs.2.lin`. Of `box.1.layers.2`
+        it is the last number that counts layers; the others count alike heads.
         """
-        alike = self._alike[unnumbered(path_name(leaf.path))]
+        alike = self._sequences[_sequence_of(leaf)]
         if axis is None or alike[-1] is not leaf or len(alike) < 2:
             return False
         size, width = _outputs_first(leaf, axis)
@@ -179,13 +221,14 @@ class Evidence:
         is_tall = size >= max(_MANY_OUTPUTS, VOCABULARY * width) and leaf.bias is None
         if is_tall and self._widths.is_free(size):
             return "tall_table"  # of users or items, whose rows are concatenated with others
-        if width not in self._widths.given:
+        is_free = self._widths.is_free(size)
+        if is_free and size in self._widths.rows and size > width:
+            return "output"
+        if not self._widths.is_given(width):
             return None
-        if not self._widths.is_free(size):
+        if not is_free:
             is_called_so = names.RECONSTRUCTION.is_in(leaf.name.near(1))
             return self._reconstruction(leaf, size) if is_called_so else None
-        if size in self._widths.rows and size > width:
-            return "output"
         is_beside_table = leaf.bias is not None and self._widths.is_embedded(size)
         if self._widths.is_feature_map(size) or is_beside_table:
             return None
@@ -203,12 +246,18 @@ class Evidence:
     def _matrix(self, leaf: Leaf) -> Role:
         if not self._is_alone and _is_unnamed(leaf):
             return "unnamed"
-        if _is_inner_head(leaf):
+        axis = self._order.output_axis(leaf)
+        if _is_inner_head(leaf, axis):
             return "inner_head"
-        if leaf.shape[0] == leaf.shape[1] or self._order.output_axis(leaf) != 0:
+        if leaf.shape[0] == leaf.shape[1] or axis != 0:
             return "matrix"
         is_told = self._order.is_told or not leaf.name.is_weight
         return "transposed_matrix" if is_told else "matrix_of_unknown_order"
+
+
+def _sequence_of(leaf: Leaf) -> str:
+    """The leaf's path without the last of its numbers, which is its place among the layers."""
+    return _LAST_NUMBER.sub("*", path_name(leaf.path))
 
 
 def _multiplies(leaf: Leaf) -> bool:
@@ -252,6 +301,11 @@ def _is_attention(leaf: Leaf) -> bool:
     return in_module or (is_projection and has_others)
 
 
+def _is_tall(leaf: Leaf, role: Role) -> bool:
+    """Whether a last layer may be a table: their sizes are alike, but a table has no bias."""
+    return role in _LAST and leaf.bias is None and not leaf.name.is_kernel
+
+
 def _is_gate(leaf: Leaf) -> bool:
     """Whether it is in an attention or of a cell, but for layers beside the gates of the cell."""
     is_in_cell = names.CELL.is_in(leaf.name.all_tokens)
@@ -266,7 +320,9 @@ def _is_called_output(leaf: Leaf) -> bool:
     """Whether its name is that of a network's last layer."""
     is_fc = leaf.name.layer_name.lower() == "fc"  # fc1 and fc2 are those of a hidden MLP
     is_hidden = _is_modulation(leaf) or names.HIDDEN.is_in(leaf.name.near(1))
-    return (is_fc or names.OUTPUT.is_in(leaf.name.layer)) and not is_hidden
+    is_first = "decoder" in leaf.name.layer and names.EMBEDDING.is_in(leaf.name.layer)
+    is_output = names.OUTPUT.is_in(leaf.name.layer) and not is_first
+    return (is_fc or is_output) and not is_hidden
 
 
 def _is_in_head(leaf: Leaf, size: int, width: int) -> bool:
@@ -276,7 +332,7 @@ def _is_in_head(leaf: Leaf, size: int, width: int) -> bool:
     return is_called_so and not _is_modulation(leaf) and not is_multiple(size, width)
 
 
-def _is_inner_head(leaf: Leaf) -> bool:
+def _is_inner_head(leaf: Leaf, axis: int | None) -> bool:
     """Whether names say 'head' and shapes say 'hidden', with nothing to decide between them."""
     above = leaf.name.all_above
     is_plain = bool({"fc", "logits", "out"} & set(leaf.name.layer))
@@ -284,18 +340,24 @@ def _is_inner_head(leaf: Leaf) -> bool:
     is_inner = leaf.is_repeated or _is_attention(leaf)
     is_inner |= bool({"mlp", "ffn"} & set(leaf.name.all_tokens))
     is_in_head = names.HEAD.is_in(above) and is_plain
-    return (is_in_head or _is_called_last(leaf)) and not is_inner
+    is_pixels = leaf.name.layer[:1] == ("to",) and bool(_PIXELS & set(leaf.name.layer))
+    return (is_in_head or is_pixels or _is_called_last(leaf, axis)) and not is_inner
 
 
-def _is_called_last(leaf: Leaf) -> bool:
-    """Whether its own name, or its module's, is that of a last layer: `final_proj`, `last/fc`."""
+def _is_called_last(leaf: Leaf, axis: int | None) -> bool:
+    """Whether its own name, or its module's, is that of a last layer: `final_proj`, `last/fc`.
+
+    Outputs that are a few blocks of the inputs are a shift and a scale, and hidden.
+    """
     layer = leaf.name.layer
     near = {"final", "last"} & {*leaf.name.layer, *(t for a in leaf.name.above[-1:] for t in a)}
     is_output = bool(_OUTPUTS & set(layer)) or bool(
         _SKIPS & set(layer) and _OUTPUTS & leaf.siblings  # added to an output
     )
     is_hidden = _is_modulation(leaf) or names.HIDDEN.is_in(leaf.name.near(1))
-    is_hidden |= names.EMBEDDING.is_in(layer) or is_multiple(max(leaf.shape), min(leaf.shape))
+    is_shrinking = is_output and axis is not None and leaf.shape[axis] < leaf.shape[1 - axis]
+    is_fused = is_multiple(max(leaf.shape), min(leaf.shape)) and not is_shrinking
+    is_hidden |= names.EMBEDDING.is_in(layer) or is_fused
     return (bool(near) or is_output) and not is_hidden
 
 

@@ -135,7 +135,7 @@ TABLE = _means(
     "table tables codebook codebooks codes token tokens latent latents pos pe ape rpe rel relpos "
     "relative prototype prototypes probe probes register registers memory slot slots centroid "
     "centroids anchor anchors prompt prompts cls encoding encodings refpoint refpoints feat "
-    "features shared",
+    "features",
     stems=("posit",),
 )
 POSITION = _means("pos wpe posemb pe ape rpe rel relpos relative", stems=("posit",))

@@ -56,7 +56,8 @@ class Order:
             yield min(shape)
         else:
             yield from shape
-        if len(shape) > 2:  # heads and their dims, or a window and its channels, merged
+        is_vector = shape[0] == 1 and not leaf.name.is_weight  # of each head, as GATv2's `att`
+        if len(shape) > 2 and not is_vector:  # heads and their dims, or a window and channels
             pairs = itertools.pairwise(shape)
             yield from (m * n for m, n in pairs if m > 1 and n > 1)
             if axis is not None:

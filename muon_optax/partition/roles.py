@@ -172,8 +172,13 @@ def _is_called_table(leaf: Leaf) -> bool:
     layer = leaf.name.layer
     # An EmbeddingBag a feature: the module that holds them has the name.
     in_module = names.EMBEDDING.is_in(t for a in leaf.name.above[-1:] for t in a)
-    is_named = names.EMBEDDING.is_in(layer) or names.TABLE.is_in(layer) or in_module
+    is_named = names.EMBEDDING.is_in(layer) or _has_table_word(layer) or in_module
     return is_named and not names.PROJECTION.is_in(layer)
+
+
+def _has_table_word(layer: names.Tokens) -> bool:
+    """Whether a word is that of a table; T5's is called `shared`, as many layers are beside."""
+    return names.TABLE.is_in(layer) or layer == ("shared",)
 
 
 def _repeated_widths(tree: Sequence[Leaf]) -> set[int]:
@@ -191,7 +196,7 @@ def _table(leaf: Leaf, widths: set[int]) -> Role | None:
     if is_matrix or (leaf.bias is not None and len(leaf.bias) == 1):
         return None
     if _is_called_table(leaf):
-        if not names.TABLE.is_in(name.layer) and _embeds_numbers(leaf, widths):
+        if not _has_table_word(name.layer) and _embeds_numbers(leaf, widths):
             return None
         return "embedding" if names.EMBEDDING.is_in(name.layer) else "table"
     return "table" if _is_learned_query(leaf, widths) else None

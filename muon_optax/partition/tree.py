@@ -31,6 +31,7 @@ Role = Literal[
     "wide_output",
     "few_outputs",
     "stacked_vector",
+    "unconnected",
     "undeclared",
     "inner_head",
     "data_output",

@@ -115,6 +115,11 @@ class Widths:
             if is_squat or names.CELL.is_in(leaf.name.all_tokens):
                 yield from leaf.shape
 
+    def is_given(self, size: int) -> bool:
+        """Whether layers give so much, or outputs of several layers, concatenated, are so many."""
+        parts = {size // k for k in _BLOCKS if size % k == 0}
+        return size in self.given or any(self.outputs[part] > 1 for part in parts)
+
     def is_taken(self, size: int) -> bool:
         """Whether a layer takes so many inputs."""
         return size in self._inputs or size in self._map_inputs

@@ -68,7 +68,8 @@ _CURE = (
 _CONVOLUTIONS = tuple(RolePattern(role) for role in ("depthwise", "one_channel"))
 # Roles that sizes tell, not names.
 _BY_SIZE = tuple(
-    RolePattern(role) for role in ("output", "wide_output", "few_outputs", "tall_table")
+    RolePattern(role)
+    for role in ("output", "wide_output", "few_outputs", "tall_table", "unconnected")
 )
 
 Scanned = Sequence[str] | str | Mapping[str, int]
@@ -243,15 +244,17 @@ def _weights(stacks: Mapping[Segments, Stacked]) -> list[Weight]:
 
 
 def _adams(stacks: Mapping[Segments, Stacked], known: Known) -> set[Segments]:
-    """The leaves that aren't hidden matrices, as embeddings, heads and norms."""
+    """The leaves that aren't hidden matrices, as embeddings, heads and norms.
+
+    Where sizes alone say so of a matrix made of several axes, the axes as they are must say so too.
+    """
     as_matrices = _rules_of({path: _matrix_shape(leaf, known) for path, leaf in stacks.items()})
+    found = {path for path, rule in as_matrices.items() if _is_adams(rule)}
+    doubtful = {p for p in found if len(stacks[p].axes) > 2 and not _is_named(as_matrices[p])}
+    if not doubtful:
+        return found
     as_maps = _rules_of({path: leaf.core for path, leaf in stacks.items()})
-    return {
-        path
-        for path, leaf in stacks.items()
-        if _is_adams(as_matrices[path])
-        and (len(leaf.axes) < 3 or _is_named(as_matrices[path]) or _is_adams(as_maps[path]))
-    }
+    return {path for path in found if path not in doubtful or _is_adams(as_maps[path])}
 
 
 def _rules_of(shapes: Mapping[Segments, Shape]) -> dict[Segments, Rule | None]:
