@@ -212,7 +212,8 @@ def test_muon_on_layouts(name, kind):
     there = of_momentum and shardings(mesh, of_momentum)
     tx = in_muon(blocks, param_shardings=where, mu_shardings=there, **PAPER)
     params: Any = jax.device_put(meshes.arrays(0, SHAPES), where)
-    state, update, programs = jax.jit(tx.init)(params), jax.jit(tx.update), 0
+    update: Any = jax.jit(tx.update)
+    state, programs = jax.jit(tx.init)(params), 0
     for t, want in enumerate(wanted(blocks, 10)):
         if t == 2:
             programs = update._cache_size()

@@ -44,7 +44,7 @@ def make_tx(where: Any = None) -> optax.GradientTransformation:
 def stepper(tx: Any) -> Any:
     """A compiled step of a model whose gradients don't depend on the mesh."""
 
-    @sharded.jit
+    @jax.jit
     def step(params, state, number):
         grads = jax.tree.map(lambda p: jnp.sin(7 * p + number), params)
         updates, state = tx.update(grads, state, params)

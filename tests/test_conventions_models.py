@@ -71,7 +71,7 @@ def test_nnx_jit(place):
 def test_linen_train_state(place):
     train = TrainState.create(apply_fn=loss_of, params=place.put(PARAMS), tx=place.muon())
 
-    @sharded.jit
+    @jax.jit
     def step(train, grad):
         grads = jax.grad(train.apply_fn)(train.params, grad)
         return train.apply_gradients(grads=grads)

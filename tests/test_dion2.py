@@ -141,7 +141,7 @@ def test_the_same_slices_are_chosen_on_every_mesh_of_equals_the_first(name, kind
         options |= {"param_shardings": where, "mu_shardings": there, "device": sharded.SLOW}
         place = lambda tree: jax.device_put(tree, where)  # noqa: E731
     tx = scale_by_dion2(0.5, 0.5, **options)
-    state, update = sharded.jit(tx.init)(place(tied(0))), sharded.jit(tx.update)
+    state, update = jax.jit(tx.init)(place(tied(0))), jax.jit(tx.update)
     want = wanted_slices(3)
     for t in range(3):
         updates, state = update(place(tied(t)), state)
@@ -164,7 +164,7 @@ def test_zero_gradients_give_zero_updates():
     views: Any = {"qkv": MatrixView(0, 1, split=(12, 2, 2)), "w": Dims(1, 2)}
     direction = scale_by_dion2(0.5, ns_coeffs=FAST, weight_dimension_numbers=views)
     tx: Any = optax.chain(direction, scale_by_neuron(**NEURON, weight_dimension_numbers=views))
-    update = sharded.jit(tx.update)
+    update = jax.jit(tx.update)
     updates, state = update(grads, tx.init(grads))
     for x in jax.tree.leaves((updates, state[1].nu)):
         np.testing.assert_array_equal(x, np.zeros_like(x))
@@ -213,8 +213,8 @@ def test_members_under_vmap():
     plain = scale_by_dion2(0.5, ns_coeffs=FAST)
     grad = meshes.arrays(1, {"w": (2, 8, 12)})["w"]
     placed = jax.device_put(grad, where)
-    state = sharded.jit(jax.vmap(tx.init))(placed)
-    got, _ = sharded.jit(jax.vmap(tx.update))(placed, state)
+    state = jax.jit(jax.vmap(tx.init))(placed)
+    got, _ = jax.jit(jax.vmap(tx.update))(placed, state)
     for member in range(2):
         want, _, _ = run(plain, grad[member], [grad[member]], jit=True)
         assert reference.relative_error(np.asarray(got)[member], want[0]) <= 1e-5

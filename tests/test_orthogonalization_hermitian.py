@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,9 +26,10 @@ from muon_optax.orthogonalization.hermitian.backend import HermitianBackend
 def small_leaves(monkeypatch):
     """Halving at sizes that compile quickly, and no program of other sizes."""
     monkeypatch.setattr(halved, "_SMALLEST_LEAF", 2)
-    orthogonalizer._orthogonalize.clear_cache()
+    orthogonalize: Any = orthogonalizer._orthogonalize
+    orthogonalize.clear_cache()
     yield
-    orthogonalizer._orthogonalize.clear_cache()
+    orthogonalize.clear_cache()
 
 
 def entries(shape: tuple[int, ...], dtype) -> np.ndarray:

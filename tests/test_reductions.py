@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 import reference
-import sharded
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from running import apply_updates
@@ -47,7 +46,7 @@ def model() -> tuple[dict[str, np.ndarray], jax.Array]:
     return {name: p.astype("float32") for name, p in params.items()}, x
 
 
-@pytest.mark.parametrize("jit", [sharded.jit, lambda step: step], ids=["jit", "eager"])
+@pytest.mark.parametrize("jit", [jax.jit, lambda step: step], ids=["jit", "eager"])
 @pytest.mark.parametrize("mu_spec", [None, P("data", "model")])
 def test_both_halves_take_unreduced_gradients(jit, mu_spec):
     host, x = model()

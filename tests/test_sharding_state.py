@@ -342,7 +342,7 @@ SIZE_ONE = {
 }
 
 
-@pytest.mark.parametrize("jit", [sharded.jit, lambda step: step], ids=["jit", "eager"])
+@pytest.mark.parametrize("jit", [jax.jit, lambda step: step], ids=["jit", "eager"])
 @pytest.mark.parametrize("sizes", [(2, 4), (1, 1)])
 @pytest.mark.parametrize(
     ("home", "there", "declared"),

@@ -195,7 +195,8 @@ def many(count: int, *shape: int) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("at_once", [1, 100, 10**6])
 def test_equal_leaves_side_by_side(count, at_once, monkeypatch):
     monkeypatch.setattr(statistics, "_ELEMENTS_AT_ONCE", at_once)
-    statistics._stats_side_by_side.clear_cache()
+    program: Any = statistics._stats_side_by_side
+    program.clear_cache()
     updates = many(count, 5, 8) | {"tall": normal(8, 5), "half": normal(5, 8).astype("float16")}
     for found in (update_stats(updates), jax.jit(update_stats)(updates)):
         assert list(found) == sorted(updates)  # as the tree has them

@@ -58,7 +58,7 @@ def train(kind: str) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         strategy=STRATEGIES,
         device=sharded.SLOW,
     )
-    update, state = sharded.jit(tx.update), sharded.jit(tx.init)(params)
+    update, state = jax.jit(tx.update), jax.jit(tx.init)(params)
     first, state = update(params, state, params)
     second, state = update(first, state, params)
     for name, sharding in where.items():

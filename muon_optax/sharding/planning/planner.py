@@ -229,7 +229,7 @@ class _Chooser:
             # So chunks are small: as few matrices as take much longer to send than the latency.
             bandwidth = self.device.bandwidth_over(workload.shard_axes, dict(workload.sizes))
             seconds = workload.matrix_bytes / bandwidth
-            at_once = min(at_once, math.ceil(_LATENCIES * self.device.latency / seconds))
+            at_once = min(at_once, max(1, math.ceil(_LATENCIES * self.device.latency / seconds)))
         elif not strategy.communicates and self.are_single and self.leaf.sharding.is_known:
             elements = workload.rows * workload.columns
             at_once = min(at_once, group_size(count, elements, self.device.batch_elements))
