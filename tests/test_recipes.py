@@ -106,7 +106,7 @@ SYSTEMS = {
 NEEDS_RATE = {"areal": {"learning_rate": 1e-3}}
 SHAPES = {"up": (6, 10), "down": (10, 6), "row": (1, 8)}
 ONE = {"up": (6, 10)}
-LARGER = {"up": (24, 40), "down": (40, 24), "row": (1, 16), "square": (32, 32)}
+LARGER = {"up": (24, 40), "down": (40, 24), "row": (1, 24), "square": (32, 32)}
 
 
 def weights(seed: int, steps: int = 0, sizes: dict[str, tuple[int, int]] = SHAPES) -> Any:
