@@ -29,6 +29,7 @@ from train_gpt import train, warmup_cosine
 from benchmarks.convergence import RATES, SEEDS, plot, summarize, table
 from muon_optax import (
     BlockPeriodic,
+    Dion2,
     Namo,
     hyperball,
     muon,
@@ -51,6 +52,12 @@ VARIANTS: dict[str, tuple[float, Options]] = {
     "namo": (0.02, lambda lr: {"namo": Namo()}),
     "namo_d": (0.02, lambda lr: {"namo": Namo(each="input")}),
     "muonh": (0.02, lambda lr: {"step": hyperball(lr), "scale": "none", "weight_decay": 0.0}),
+    "dion2, 1/2": (
+        0.02,
+        lambda lr: (
+            {"dion2": Dion2(0.5), "nesterov": False, "momentum": "sum"} | {"bias_correction": False}
+        ),
+    ),
     "muonbp, 4 x 1": (0.02, lambda lr: {"block_periodic": BlockPeriodic((4, 1))}),
 }
 

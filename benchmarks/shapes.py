@@ -34,7 +34,7 @@ class MeshLayout:
 
     Attributes:
       axes: names of its axes, the last within a host.
-      inner: size of the last of two axes, at most.
+      inner: size of the last of several axes, at most; the first of three has size 2.
       fsdp: which dim of a matrix fsdp shards.
     """
 
@@ -46,6 +46,9 @@ class MeshLayout:
         """Size of each axis on so many devices."""
         if len(self.axes) == 1:
             return {self.axes[0]: devices}
+        if len(self.axes) == 3:
+            rest = dataclasses.replace(self, axes=self.axes[1:])
+            return {self.axes[0]: 2, **rest.sizes(devices // 2)}
         inner = min(self.inner, devices // 2)
         return dict(zip(self.axes, (devices // inner, inner), strict=True))
 
@@ -58,6 +61,7 @@ LAYOUTS = {
     "hsdp_64": MeshLayout(("replica", "fsdp"), inner=64),
     "fsdp_tp": MeshLayout(("fsdp", "tensor")),
     "fsdp_experts": MeshLayout(("fsdp", "expert")),
+    "hsdp_experts": MeshLayout(("replica", "fsdp", "expert")),
 }
 
 

@@ -177,6 +177,29 @@ def _deepseek(
     }
 
 
+def _olmoe(
+    repeat: Repeat, *, width: int, layers: int, hidden: int, experts: int, vocabulary: int
+) -> Tree:
+    block = {
+        "attn_norm": _norm(width),
+        "attn": {
+            **{name: _linear(width, width) for name in ("q", "k", "v", "o")},
+            **{name: _norm(width) for name in ("q_norm", "k_norm")},
+        },
+        "mlp_norm": _norm(width),
+        "mlp": {
+            "router": _linear(width, experts),
+            "experts": _stack(_gated(width, hidden), experts),
+        },
+    }
+    return {
+        "embed_tokens": {"embedding": _Leaf((vocabulary, width))},
+        "blocks": repeat(block, layers),
+        "norm": _norm(width),
+        "lm_head": _head(width, vocabulary),
+    }
+
+
 def _latent_attention(
     width: int,
     heads: int = 128,
@@ -281,6 +304,11 @@ _MODELS: dict[str, tuple[Callable[..., Tree], dict[str, Any], str]] = {
             "vocabulary": 129280,
         },
         "DeepSeek-V3 Technical Report, arXiv:2412.19437, section 4.2; without the MTP module",
+    ),
+    "olmoe-7b": (
+        _olmoe,
+        {"width": 2048, "layers": 16, "hidden": 1024, "experts": 64, "vocabulary": 50304},
+        "OLMoE, arXiv:2409.02060, table 2; config.json of allenai/OLMoE-1B-7B-0924",
     ),
     "vit-l": (
         _vit,

@@ -72,7 +72,9 @@ def test_unknown_axes_and_wrong_views():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", ["gpt2-124m", "llama3-8b", "deepseek-v3", "vit-l", "resnet-50"])
+@pytest.mark.parametrize(
+    "model", ["gpt2-124m", "llama3-8b", "deepseek-v3", "olmoe-7b", "vit-l", "resnet-50"]
+)
 def test_every_model_can_be_planned_on_every_layout(model, layout):
     case = model_on(model, layout, devices=128, scanned=True)
     mesh = AbstractMesh(tuple(case.sizes.values()), tuple(case.sizes))
