@@ -4,7 +4,7 @@
 
 Rates are tuned by factors of two, on a seed that isn't among the three, until the best one is at
 neither end. All else is as in `convergence.py`: the AdamW leaves' rate, batches, warm-up, decay,
-clipping and weight decay.
+clipping and weight decay. What the output holds of other variants is kept.
 """
 
 import argparse
@@ -104,28 +104,35 @@ def main() -> None:
         console.print(f"{name} at {rate:g}, seed {seed}: {curve.val_loss[-1]:.4f}")
         return curve
 
-    losses: dict[str, dict[float, float]] = {}
-    curves: dict[str, list[Curve]] = {}
+    path = args.output / "convergence_variants.json"
+    args.output.mkdir(parents=True, exist_ok=True)
     for name in args.variants:
-        losses[name] = tuned(
+        losses = tuned(
             VARIANTS[name][0], lambda rate, n=name: run(n, rate, TUNING_SEED).val_loss[-1]
         )
-        best = min(losses[name], key=losses[name].__getitem__)
-        curves[f"{name} at {best:g}"] = [run(name, best, seed) for seed in SEEDS]
-    base = next(iter(curves))
-    summary = summarize(curves, base)
-    args.output.mkdir(parents=True, exist_ok=True)
-    record = {
-        "config": dataclasses.asdict(config),
-        "seeds": SEEDS,
-        "tuning_seed": TUNING_SEED,
-        "losses_while_tuning": losses,
-        "summary": summary,
-        "curves": {name: [dataclasses.asdict(c) for c in runs] for name, runs in curves.items()},
+        best = min(losses, key=losses.__getitem__)
+        runs = [dataclasses.asdict(run(name, best, seed)) for seed in SEEDS]
+        keep(path, config, {name: {"rate": best, "losses_while_tuning": losses, "curves": runs}})
+    found = json.loads(path.read_text())["variants"]
+    curves = {
+        f"{name} at {found[name]['rate']:g}": [Curve(**c) for c in found[name]["curves"]]
+        for name in VARIANTS
+        if name in found
     }
-    (args.output / "convergence_variants.json").write_text(json.dumps(record, indent=1) + "\n")
-    plot(args.output / "convergence_variants.png", curves)
-    console.print(table(summary, base))
+    base = next(iter(curves))
+    plot(path.with_suffix(".png"), curves)
+    console.print(table(summarize(curves, base), base))
+
+
+def keep(path: Path, config: Config, new: dict[str, Any]) -> None:
+    """Writes a variant's record beside those of others, all of them of one configuration."""
+    record = {"config": dataclasses.asdict(config), "seeds": SEEDS, "tuning_seed": TUNING_SEED}
+    record = json.loads(json.dumps(record))
+    old = json.loads(path.read_text()) if path.exists() else {**record, "variants": {}}
+    if {**old, "variants": {}} != {**record, "variants": {}}:
+        raise ValueError(f"{path} has runs of another configuration: {old['config']}")
+    record["variants"] = old["variants"] | new
+    path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
