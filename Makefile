@@ -13,7 +13,7 @@ test: $(INSTALLED)  ## the whole test suite, doctests included
 	$(BIN)/python -m pytest -n 2
 
 # For before each commit: what is quick, and touches every module.
-CHECK := alias barriers checks cost dispatch loads matrix_view momentum package partition partition_warnings placement plans orthogonalization_normalize recipes reports rounds scaling site specs stage tables tree_paths usual_specs weight_decay wrappers
+CHECK := alias barriers checks cost dispatch loads matrix_view momentum package partition partition_warnings placement plans reports rounds scaling specs stage tables tree_paths usual_specs weight_decay wrappers
 
 check: lint  ## linters, types, and a part of the tests that touches every module
 	$(BIN)/python -m pytest -n 2 -x muon_optax $(wildcard $(CHECK:%=tests/test_%.py))
