@@ -41,6 +41,7 @@ TUNING_SEED = 10
 BASE = "muon"
 # The peak rate to begin with, and options of `muon` made of the schedule.
 Options = Callable[[optax.Schedule], dict[str, Any]]
+SUM = {"momentum": "sum", "nesterov": False, "bias_correction": False}  # as Dion2 wants it
 VARIANTS: dict[str, tuple[float, Options]] = {
     BASE: (0.02, lambda lr: {}),
     "cautious decay": (0.02, lambda lr: {"weight_decay_kind": "cautious"}),
@@ -49,15 +50,10 @@ VARIANTS: dict[str, tuple[float, Options]] = {
         0.008,
         lambda lr: {"sign": True, "after_orthogonalization": scale_by_entry(), "scale": "none"},
     ),
-    "namo": (0.02, lambda lr: {"namo": Namo()}),
-    "namo_d": (0.02, lambda lr: {"namo": Namo(each="input")}),
+    "namo": (0.02, lambda lr: {"namo": Namo(), "bias_correction": False}),
+    "namo_d": (0.02, lambda lr: {"namo": Namo(each="input"), "bias_correction": False}),
     "muonh": (0.02, lambda lr: {"step": hyperball(lr), "scale": "none", "weight_decay": 0.0}),
-    "dion2, 1/2": (
-        0.02,
-        lambda lr: (
-            {"dion2": Dion2(0.5), "nesterov": False, "momentum": "sum"} | {"bias_correction": False}
-        ),
-    ),
+    "dion2, 1/2": (0.02, lambda lr: {"dion2": Dion2(0.5), **SUM}),
     "muonbp, 4 x 1": (0.02, lambda lr: {"block_periodic": BlockPeriodic((4, 1))}),
 }
 

@@ -14,6 +14,7 @@ __all__ = [
     "check_decay",
     "check_flag",
     "check_float_dtype",
+    "check_instance",
     "check_mask",
     "check_number",
     "check_static",
@@ -25,6 +26,12 @@ def check_flag(name: str, value: Any) -> None:
     """Raises TypeError unless `value` is a bool: 'false' and 1 are likely mistakes."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_instance(name: str, value: Any, kind: type) -> None:
+    """Raises TypeError unless `value` is None or of the kind."""
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{name} must be a {kind.__name__} or None, got {value!r}")
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:

@@ -81,6 +81,17 @@ class LeafSharding:
         """Whether a `vmap` maps over an Explicit axis of the mesh, hidden from the leaf."""
         return self.mesh is not None and any(a not in self.known for a in self.mesh.explicit_axes)
 
+    def axes_to_map(self, also: Iterable[str] = ()) -> frozenset[str]:
+        """Mesh axes to make Manual: all that are known and not Manual yet, if any is needed.
+
+        Those are needed that shard the leaf, and `also`. Axes of size 1 count: matmuls of blocks
+        typed with them would be refused.
+        """
+        needed = {a for axes in self.type_key for a in axes}.union(also)
+        if self.mesh is None or not needed - set(self.manual):
+            return frozenset()
+        return frozenset(self.known) - set(self.manual)
+
     def block_of(self, array: jax.Array) -> jax.Array:
         """This device's block of an array that broadcasts against the whole leaf."""
         for dim, axes in enumerate(self.spec):

@@ -289,7 +289,7 @@ def _on_blocks(
     """
     groups: dict[Any, list[int]] = {}
     for i, (_, sharding) in enumerate(rows):
-        groups.setdefault((sharding.mesh, _axes_to_map(sharding)), []).append(i)
+        groups.setdefault((sharding.mesh, sharding.axes_to_map()), []).append(i)
     results: dict[int, tuple] = {}
     for (mesh, axes), members in groups.items():
         mine = [operands[i] for i in members]
@@ -328,14 +328,6 @@ def _over_mesh(
 
 # As in `sharding.runtime.pipeline`: a shard_map outside of `jit` would be compiled in every step.
 _compiled = jax.jit(_over_mesh, static_argnums=(0, 1, 2), inline=True)
-
-
-def _axes_to_map(sharding: LeafSharding) -> frozenset[str]:
-    """Mesh axes to make Manual: all that are known and not Manual yet, if any shards the leaf."""
-    typed = {a for axes in sharding.type_key for a in axes}
-    if sharding.mesh is None or not typed - set(sharding.manual):
-        return frozenset()
-    return frozenset(sharding.known) - set(sharding.manual)
 
 
 def _sum(grad: jax.Array, momentum: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from muon_optax._internal.checks import check_decay, check_flag, check_float_dtype
+from muon_optax._internal.checks import check_decay, check_flag, check_float_dtype, check_instance
 from muon_optax._internal.dtypes import scaled, wide_dtype
 from muon_optax._internal.tree_paths import cast_like, restructured_like
 from muon_optax.orthogonalization import Coefficients, Method, PrecisionName, Preconditioning
@@ -180,8 +180,8 @@ class Direction:
 
     def __post_init__(self) -> None:
         check_float_dtype("ns_dtype", self.ns_dtype)
-        check_block_periodic(self.block_periodic)
-        check_dion2(self.dion2)
+        check_instance("block_periodic", self.block_periodic, BlockPeriodic)
+        check_instance("dion2", self.dion2, Dion2)
         if self.dion2 is not None:
             others = {"sign": self.sign, "block_periodic": self.block_periodic}
             self.dion2.check_options(self.momentum, **others)
@@ -271,18 +271,6 @@ class Direction:
             factor = None if is_one else factor_of_leaf(values, leaf.view, leaf.sharding, wide)
             found.append(scaled(x, factor))
         return treedef.unflatten(found)
-
-
-def check_block_periodic(value: Any) -> None:
-    """Raises TypeError unless `value` is None or a BlockPeriodic."""
-    if value is not None and not isinstance(value, BlockPeriodic):
-        raise TypeError(f"block_periodic must be a BlockPeriodic or None, got {value!r}")
-
-
-def check_dion2(value: Any) -> None:
-    """Raises TypeError unless `value` is None or a Dion2."""
-    if value is not None and not isinstance(value, Dion2):
-        raise TypeError(f"dion2 must be a Dion2 or None, got {value!r}")
 
 
 def _either(predicate: jax.Array, true: Callable, false: Callable, *operands: Any) -> Any:

@@ -100,14 +100,9 @@ _compiled_over_mesh = jax.jit(_over_mesh, static_argnums=(0, 1, 2), inline=True)
 
 
 def _axes_to_map(bucket: Bucket) -> frozenset[str]:
-    """Mesh axes to make Manual: all that are known and not Manual yet, if any is needed."""
-    sharding = bucket.leaf.sharding
+    """Mesh axes to make Manual for the leaves of a bucket, and to divide its work over replicas."""
     divided = {a for work_slice in bucket.slices for a in work_slice.replica_axes}
-    # Axes of size 1 count: matmuls of blocks typed with them would be refused.
-    typed = {a for axes in sharding.type_key for a in axes}
-    if sharding.mesh is None or not (typed | divided) - set(sharding.manual):
-        return frozenset()
-    return frozenset(sharding.known) - set(sharding.manual)
+    return bucket.leaf.sharding.axes_to_map(divided)
 
 
 @dataclasses.dataclass(frozen=True)
