@@ -1,4 +1,4 @@
-"""What `muon` was told, kept beside its two functions, and how it is found again.
+"""The configuration of a `muon`, kept beside its two functions, and how it is found again.
 
 `report`, `plan` and others take the transformation and ask it, so that what they show can't differ
 from what runs. The transformation may be anywhere in an `optax.chain`, under `optax.masked`,
@@ -65,7 +65,7 @@ def note_if_searched(config: MuonConfig, params: Any) -> bool:
 
     Args:
       config: the configuration.
-      params: what `init` got.
+      params: the tree that `init` got.
 
     Returns:
       Whether that is so; `init` has nothing else to do then.

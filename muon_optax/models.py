@@ -1,7 +1,7 @@
 """Shapes of real models by name, to plan and measure an update without their weights.
 
 Kernels are [in, out] and [*window, in, out], as Flax keeps them, and paths have Flax's names, so
-that `default_rules()` tells what AdamW gets.
+that `default_rules()` names AdamW's leaves.
 """
 
 import dataclasses
@@ -334,8 +334,8 @@ MODELS = tuple(_MODELS)
 def model_shapes(name: str, *, scanned: bool = False, dtype: Any = "bfloat16") -> ModelShapes:
     """The shapes of a model's parameters.
 
-    Experts are stacked, [experts, in, out], as every JAX implementation keeps them. What is fused
-    in the published model is fused here, with a view that says so: GPT-2's and ViT's queries, keys
+    Experts are stacked, [experts, in, out], as every JAX implementation keeps them. Fused weights
+    in the published model are fused here, with a view that says so: GPT-2's and ViT's queries, keys
     and values, DeepSeek's compressed keys and values.
 
     Args:

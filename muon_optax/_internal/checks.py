@@ -1,4 +1,4 @@
-"""Checks of options at construction: what was got, and what is allowed."""
+"""Checks of options at construction; errors tell the value got and those allowed."""
 
 import math
 from collections.abc import Sequence
@@ -49,11 +49,11 @@ def check_mask(name: str, mask: Any) -> None:
 
 
 def check_number(name: str, value: Any, *, schedule: bool = False, below: float = math.inf) -> None:
-    """Checks a finite number, at least 0; of a traced value only what is known of it.
+    """Checks a finite number, at least 0; of a traced value only its type.
 
     Args:
       name: the option's name, for the message.
-      value: what was given.
+      value: the value given.
       schedule: a function of the update count is fine too.
       below: the number must be less.
 
@@ -130,11 +130,11 @@ def is_float_dtype(dtype: Any, kind: Any) -> bool:
     """Whether `dtype` names a dtype of 16 bits or more of a kind.
 
     Args:
-      dtype: what was given.
+      dtype: the value given.
       kind: `jnp.floating` for real ones, `jnp.inexact` for complex ones too.
 
     Returns:
-      False for what names no dtype.
+      False for a value that names no dtype.
 
     Example:
       >>> is_float_dtype("bfloat16", jnp.floating), is_float_dtype("bf16", jnp.floating)

@@ -1,4 +1,4 @@
-"""What a leaf is: floating point or not, or no array at all."""
+"""Types of leaves: floating point or not, or no array at all."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -42,7 +42,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def kind_of(leaf: Any) -> str:
-    """What a leaf is, for messages.
+    """The type of a leaf, for messages.
 
     Example:
       >>> kind_of(jnp.ones((2, 3))), kind_of(None), kind_of("text")

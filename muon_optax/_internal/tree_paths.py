@@ -106,13 +106,13 @@ def is_function(tree: Any) -> bool:
 
 
 def resolve(tree: Any, params: Any) -> Any:
-    """The tree, or what it returns where it is a function of the parameters."""
+    """The tree itself, or its result where it is a function of the parameters."""
     return tree(params) if is_function(tree) else tree
 
 
 @functools.cache
 def is_box(kind: type) -> bool:
-    """Whether a type is what Flax wraps variables in: an NNX Variable, or a Linen box."""
+    """Whether Flax wraps variables in this type: an NNX Variable, or a Linen box."""
     boxes = {("flax.nnx.variablelib", "Variable"), ("flax.core.meta", "AxisMetadata")}
     return any((c.__module__, c.__name__) in boxes for c in kind.__mro__)
 
@@ -215,9 +215,9 @@ def align(
       prefix: a tree with an entry for each leaf of `tree` or for a subtree above it. None is an
         entry.
       tree: the tree to spread over. None and `optax.MaskedNode` are places without a leaf, or
-        without a whole subtree; entries for what would be there are allowed.
-      what: what the entries are, for messages.
-      is_leaf: what counts as one entry of `prefix` besides None and `optax.MaskedNode`.
+        without a whole subtree; entries for leaves that would be there are allowed.
+      what: the name of the entries, for messages.
+      is_leaf: which nodes of `prefix` are one entry, besides None and `optax.MaskedNode`.
 
     Returns:
       One entry for each leaf of `tree`, in flattening order.
@@ -330,7 +330,7 @@ def filled(tree: Any, leaves: Mapping[Segments, Any]) -> Any:
 
 
 def with_leaves(tree: Any, new: Any) -> Any:
-    """The tree with the leaves of `new` at their paths; what `new` hasn't stays."""
+    """The tree with the leaves of `new` at their paths; leaves that `new` lacks stay."""
     fresh = dict(leaves_with_segments(new))
     leaves = [fresh.get(path, leaf) for path, leaf in leaves_with_segments(tree)]
     return jax.tree.structure(tree).unflatten(leaves)

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the arguments; None takes the process's.
 
     Returns:
-      The exit code: 0, or 1 where what was asked turned out not to hold, or 2 for errors.
+      The exit code: 0, or 1 where the check that was asked for fails, or 2 for errors.
     """
     parser = argparse.ArgumentParser(prog="python -m muon_optax", description="Muon for JAX.")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

@@ -1,4 +1,4 @@
-"""What commands print and write."""
+"""Output of the commands: tables, warnings and files."""
 
 import json
 import sys
@@ -14,15 +14,15 @@ __all__ = ["present", "show", "write_json"]
 def present(
     target: Target, title: str, table: Any, data: Any, path: Path | None, notes: Sequence[str]
 ) -> int:
-    """Prints what was found of a model, and what was probably not meant.
+    """Prints a table about a model, and the choices that were probably not meant.
 
     Args:
       target: the model.
       title: a line to go before the table.
-      table: what to show.
+      table: the table to show.
       data: the same as plain data.
       path: where to write the data, '-' to print it instead of the table, None for the table alone.
-      notes: what was probably not meant.
+      notes: warnings of choices that were probably not meant.
 
     Returns:
       The exit code: 1 where no leaf gets Muon.

@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
         "--optimizer",
         choices=get_args(Optimizer),
         default="reference",
-        help="what steps in torch: our own optimizer in float32 or float64, torch.optim.Muon on "
+        help="torch's optimizer: our own optimizer in float32 or float64, torch.optim.Muon on "
         "DTensors (bfloat16 inside), or the package muon-fsdp2",
     )
     parser.add_argument("--dtype", choices=get_args(Dtype), default="float32")
@@ -126,7 +126,7 @@ def judge(
     """Runs cases on both sides, those of one number of ranks in one launch.
 
     Args:
-      cases: what to run.
+      cases: the cases to run.
       port: where ranks meet; None: in a file.
       timeout: seconds for torch's side of one launch.
 

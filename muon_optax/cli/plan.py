@@ -1,4 +1,4 @@
-"""`python -m muon_optax plan`: what an update receives and computes, for any model on any mesh."""
+"""`python -m muon_optax plan`: bytes received and FLOPs of an update, for any model on any mesh."""
 
 import argparse
 import math
@@ -22,7 +22,7 @@ def add_parser(subparsers: Any) -> None:
     """Adds the command to `python -m muon_optax`."""
     parser = subparsers.add_parser(
         "plan",
-        help="what an update receives and computes, on a mesh that need not be there",
+        help="bytes received and FLOPs of an update, on a mesh that need not be there",
         description=(
             "Prints how Muon's matrices are brought together on each device of a mesh, with bytes, "
             "FLOPs and time. Mesh axes named replica, data or dp replicate; fsdp shards one "

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class RulesFile:
-    """What the file says; in each table the first pattern that matches a leaf counts.
+    """The tables of a file of rules; in each the first pattern that matches a leaf counts.
 
     Attributes:
       rules: who gets Muon; they go before the default rules.
@@ -60,11 +60,11 @@ def read_rules(path: Path, *, torch: bool = False) -> RulesFile:
       torch: whether matrices are [out, in] where a view doesn't say it.
 
     Returns:
-      What it says.
+      The rules in it.
 
     Raises:
       OSError: if it can't be read.
-      ValueError: for what isn't TOML, unknown tables and keys, and wrong types.
+      ValueError: for text that isn't TOML, unknown tables and keys, and wrong types.
     """
     try:
         tables = tomllib.loads(read_regular(path).decode())
@@ -147,14 +147,14 @@ def _field(
     row: dict[str, Any],
     name: str,
     is_right: Callable[[Any], bool],
-    what: str,
+    allowed: str,
     default: Any = _MISSING,
 ) -> Any:
     value = row.get(name, default)
     if value is _MISSING:
         raise ValueError(f"{name} is missing")
     if not is_right(value):
-        raise ValueError(f"{name} must be {what}, got {short(value)}")
+        raise ValueError(f"{name} must be {allowed}, got {short(value)}")
     return value
 
 

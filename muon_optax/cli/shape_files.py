@@ -60,7 +60,7 @@ def read_shapes(paths: Sequence[Path], dtype: str | None = None) -> Shapes:
 
     Raises:
       OSError: for files that can't be read.
-      ValueError: for files that aren't what they should be, or share a name.
+      ValueError: for files of another format, or that share a name.
     """
     found: Shapes = {}
     for path in paths:

@@ -52,7 +52,7 @@ class Target:
       name: as shown.
       params: its parameters, as shapes.
       partition: the rules that say who gets Muon, as `muon` takes them.
-      assignment: what they decide.
+      assignment: their decisions.
       rules: the file of rules.
     """
 
@@ -76,12 +76,12 @@ class Target:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the library warns of."""
+        """The library's warnings."""
         return find_warnings(self.params, self.assignment)
 
     @property
     def notes(self) -> list[str]:
-        """What the file of rules says twice."""
+        """Entries that the file of rules has twice."""
         beaten = about("[[views]] beat [[rules]], which say otherwise of", self._beaten())
         return [beaten] if beaten else []
 

@@ -1,1 +1,1 @@
-"""What an optimizer does, to be read before and during a run: plans, reports, statistics."""
+"""An optimizer's work, made visible before and during a run: plans, reports, statistics."""

@@ -20,7 +20,7 @@ def check_state(tx: optax.GradientTransformation, params: Any, state: Any) -> No
     """Raises where a saved state isn't one that `tx` makes for these parameters.
 
     Orbax reads a moment that a checkpoint doesn't have as None, leaves out one that isn't asked
-    for, and casts. Check what the checkpoint has before it is restored, or the state after.
+    for, and casts. Check the checkpoint's metadata before it is restored, or the state after.
 
     Args:
       tx: the optimizer that is to go on: `muon`, or any optax transformation.

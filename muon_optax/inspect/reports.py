@@ -1,4 +1,4 @@
-"""What each parameter gets: data first, a table second."""
+"""The optimizer, view and scale of each parameter: data first, a table second."""
 
 import dataclasses
 import math
@@ -47,14 +47,14 @@ class ParameterRow:
 
 @dataclasses.dataclass(frozen=True)
 class ParameterReport:
-    """What each leaf gets; `print` it, give it to rich, or read `rows`.
+    """The optimizer of each leaf, and why; `print` it, give it to rich, or read `rows`.
 
     In print, leaves that differ in the numbers of their paths alone, as those of equal layers do,
     share a row.
 
     Attributes:
       rows: one for each leaf, in flattening order.
-      warnings: what `muon(...).init` warns of: what was probably not meant, and what to do.
+      warnings: those of `muon(...).init`: choices that were probably not meant, and the cure.
 
     Example:
       >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What updates look like: size, and range of singular values."""
+"""Statistics of updates: their size, and the range of their singular values."""
 
 import collections
 import functools
@@ -19,7 +19,7 @@ __all__ = ["UpdateStats", "update_stats"]
 
 
 # Leaves of one shape are measured side by side, as each program costs an eighth of a second to
-# compile: so many elements of them at once, which is what their copies take.
+# compile: so many elements of them at once, which is the size of their copies.
 _ELEMENTS_AT_ONCE = 2**22
 
 
@@ -100,7 +100,7 @@ def _stats_of_equal(
 
 @functools.partial(jax.jit, static_argnames=("view", "steps"))  # compiled once, eager calls too
 def _stats_side_by_side(*arrays: jax.Array, view: BoundView, steps: int) -> list[UpdateStats]:
-    # In two groups or more: what comes from a loop is cut by programs that all figures share.
+    # In two groups or more: a loop's results are cut by programs that all figures share.
     at_once = min(-(-len(arrays) // 2), max(1, _ELEMENTS_AT_ONCE // arrays[0].size))
     groups = [arrays[i : i + at_once] for i in range(0, len(arrays), at_once)]
     groups[-1] += groups[-1][:1] * (at_once - len(groups[-1]))  # whose figures aren't used

@@ -1,7 +1,7 @@
 """State and parameters from and to other libraries.
 
-`muon_optax.interop.torch` has what needs PyTorch: arrays, state dicts and optimizer states. It
-imports PyTorch itself when a function is called.
+`muon_optax.interop.torch` is the part that needs PyTorch: arrays, state dicts and optimizer states.
+It imports PyTorch itself when a function is called.
 """
 
 from muon_optax.interop import torch as torch

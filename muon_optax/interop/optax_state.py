@@ -32,7 +32,7 @@ def from_optax(state: Any, params: Any, tx: optax.GradientTransformation | None 
 
     Args:
       state: a state with one or more of optax's `MuonState` in it, of arrays or shape structs.
-      params: the parameters, or their shapes: what the moments are checked against. Those masked in
+      params: the parameters, or their shapes; the moments are checked against them. Those masked in
         the state, as frozen ones are under `optax.partition`, need no moments.
       tx: the optimizer to go on with, where it has states that optax's doesn't, as the second
         moments of `muon(after_orthogonalization=scale_by_neuron())`: these begin as its `init`
@@ -121,6 +121,6 @@ def _check_shapes(moments: list[Any], params: Any) -> None:
 
 
 def _is_masked_in(tree: Any, path: Segments) -> bool:
-    """Whether a leaf, or what is above it, is masked in the tree."""
+    """Whether a leaf, or a subtree that holds it, is masked in the tree."""
     masked = {p for p, leaf in leaves_with_segments(tree, is_masked) if is_masked(leaf)}
     return any(path[:n] in masked for n in range(len(path) + 1))

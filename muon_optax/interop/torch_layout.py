@@ -236,7 +236,7 @@ FLAX_LAYOUT = TorchLayout()
 
 
 def mismatch(tensor: Any, like: Any, place: Place) -> str | None:
-    """What keeps a tensor from being this leaf, or None."""
+    """The reason why a tensor can't be this leaf, or None."""
     want = place.shape(tuple(like.shape))
     got = tuple(getattr(tensor, "shape", ()))
     if got != want:
@@ -248,7 +248,7 @@ def mismatch(tensor: Any, like: Any, place: Place) -> str | None:
 
 
 def contradictions(layout: TorchLayout, tree: Any, shapes: Mapping[str, Shape]) -> dict[str, str]:
-    """What biases and names in torch say against the order of axes that a layout gives a weight.
+    """Weights whose bias or name in torch contradicts the order of axes that a layout gives them.
 
     Args:
       layout: names and axes in torch.

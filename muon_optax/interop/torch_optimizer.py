@@ -47,7 +47,7 @@ Missing = Literal["raise", "zero"]
 
 @dataclasses.dataclass(frozen=True)
 class StateFields:
-    """What a torch optimizer calls its buffers.
+    """The names of a torch optimizer's buffers.
 
     Attributes:
       momentum: Muon's momentum.
@@ -96,7 +96,7 @@ def from_optimizer_state(
       layout: names and axes in torch.
       names: for each optimizer the names of its parameters, in its order; not needed where the
         state dict has names, as keys or as 'param_names'.
-      fields: what the optimizers call their buffers.
+      fields: the names of the optimizers' buffers.
       missing: 'zero' begins parameters of which an optimizer has no state with zeros, as torch does
         when they get their first gradient. Under `count` AdamW's bias correction of these is that
         of the others.
@@ -146,7 +146,7 @@ def to_optimizer_state(
     names: Names = None,
     fields: StateFields = TORCH_FIELDS,
 ) -> list[dict[str, Any]]:
-    """Hands a state to torch optimizers: what `load_state_dict` takes.
+    """Hands a state to torch optimizers, as the dict that `load_state_dict` takes.
 
     Args:
       state: the state of `muon`, alone or inside other transformations.
@@ -179,7 +179,7 @@ def to_optimizer_state(
     counts = {int(x.count) for x in _all_moments(state)}
     entries, _ = _entries(_as_sequence(dumps), names)
     against = contradictions(layout, params, _shapes(entries))
-    problems = [f"{key}: {what}" for key, what in against.items()]
+    problems = [f"{key}: {reason}" for key, reason in against.items()]
     held, results = set(), []
     for dump, keys in zip(_as_sequence(dumps), _keys(_as_sequence(dumps), names), strict=True):
         problems += [f"{key}: no leaf has this name" for key in keys.values() if key not in buffers]
@@ -233,7 +233,7 @@ def convert_momentum(state: Any, beta: jax.typing.ArrayLike, to: Literal["ema", 
 
 @dataclasses.dataclass
 class _Reader:
-    """Fills moments from torch's buffers; what doesn't fit goes to `problems`."""
+    """Fills moments from torch's buffers; each that doesn't fit is added to `problems`."""
 
     entries: Mapping[str, dict[str, Any]]
     places: Mapping[Segments, Place]
@@ -340,7 +340,7 @@ def _keys(dumps: Sequence[Dump], names: Names) -> list[dict[Any, str]]:
 
 
 def _entries(dumps: Sequence[Dump], names: Names) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Each parameter's buffers by its name, with the step of its group; and what is wrong."""
+    """Each parameter's buffers by its name, with the step of its group; and the problems found."""
     entries, problems = {}, []
     for dump, keys in zip(dumps, _keys(dumps, names), strict=True):
         steps = {p: g["step"] for g in dump["param_groups"] if "step" in g for p in g["params"]}

@@ -14,7 +14,7 @@ Map = Callable[[jax.Array], jax.Array]
 
 
 def identity(x: jax.Array) -> jax.Array:
-    """What a collective gives where there is one device: its argument."""
+    """The result of a collective where there is one device: its argument."""
     return x
 
 
@@ -29,7 +29,7 @@ def near_one(x: jax.Array, maximum: Map = identity) -> jax.Array:
       maximum: takes the maximum of a (..., 1, 1) array over the devices that hold parts of `x`.
 
     Returns:
-      An array like `x`. Zeros and non-finite entries stay what they are.
+      An array like `x`. Zeros and non-finite entries stay as they are.
 
     Example:
       >>> print(near_one(jnp.array([[0.0, 3.0]]) * 2.0**100))
@@ -48,7 +48,7 @@ def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
 def precondition(
     gram: jax.Array, schedule: Schedule, square: Map
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Divides X by a norm, given and returning what the first Newton–Schulz step needs of it.
+    """The scale that divides X by a norm, and A and A² of the scaled X for the first step.
 
     All norms come from A = XXᴴ, which that step forms anyway, so they cost no pass over X:
 

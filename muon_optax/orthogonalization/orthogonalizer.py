@@ -111,7 +111,7 @@ class NewtonSchulz:
         return _orthogonalize(self, x) if x.size else x
 
     def rounds(self, dtype: DTypeLike) -> bool | None:
-        """Whether matmuls of `dtype` round what they take in to fewer bits than float32 has.
+        """Whether matmuls of `dtype` round their inputs to fewer bits than float32 has.
 
         None: they do on GPUs and TPUs, where JAX's default precision is TF32 or bfloat16, and don't
         on CPU.

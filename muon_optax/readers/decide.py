@@ -20,7 +20,7 @@ View = MatrixView | MuonDimensionNumbers
 
 
 class Choice(NamedTuple):
-    """What one parameter gets.
+    """The decision on one parameter.
 
     Attributes:
       label: its optimizer.
@@ -137,7 +137,7 @@ def _by_module(leaf: ModuleLeaf, kernel: Kernel, stacked: Axes | None) -> Choice
 
 
 def _by_name(leaf: ModuleLeaf, is_input_first: bool) -> Choice:
-    """What the default rules say of a parameter that no module and no use explains."""
+    """The default rules' decision on a parameter that no module and no use explains."""
     if is_vector_in_disguise(leaf.segments, leaf.shape):
         return Choice("adam", "at most one dim above 1")
     rule = rule_by_name(leaf.segments, len(leaf.shape))

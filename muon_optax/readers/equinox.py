@@ -54,7 +54,7 @@ _NORMS = (eqx.nn.BatchNorm, eqx.nn.GroupNorm, eqx.nn.LayerNorm, eqx.nn.RMSNorm)
 
 
 def _declared(module: Any, name: str) -> Kernel | None:
-    """What one of Equinox's modules says of its own parameter."""
+    """The kernel that one of Equinox's modules declares for its own parameter."""
     match module, name:
         case eqx.nn.Linear(), "weight":
             return weight((_size(module.out_features), _size(module.in_features)), 1, 0)

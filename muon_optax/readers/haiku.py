@@ -103,7 +103,7 @@ _CONV_LSTMS = (hk.Conv1DLSTM, hk.Conv2DLSTM, hk.Conv3DLSTM)
 
 
 def _declared(owner: _Owner, name: str) -> Kernel | None:
-    """What one of Haiku's modules says of its own parameter."""
+    """The kernel that one of Haiku's modules declares for its own parameter."""
     module, caller, shape = owner
     last = len(shape) - 1
     if isinstance(module, _NORMS):

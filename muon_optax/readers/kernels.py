@@ -1,4 +1,4 @@
-"""What a module says of one of its parameters: shape, and the matrices that it makes."""
+"""The kernel that a module declares for a parameter: its shape, and the matrices that it makes."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -61,7 +61,7 @@ def read(model: nn.Module, inputs: Inputs) -> Reading:
 def _noting(owners: _Owners) -> Any:
     """An interceptor that notes each parameter's module and its shape there.
 
-    Inside `nn.scan` and `nn.vmap` that is the shape of one layer. What a module's own method sees
+    Inside `nn.scan` and `nn.vmap` that is the shape of one layer. The note of a module's own method
     comes before what a transform around it does, so that the first note is the one to keep.
     """
     callers: list[nn.Module] = []
@@ -96,7 +96,7 @@ _NORMS = (nn.BatchNorm, nn.GroupNorm, nn.InstanceNorm, nn.LayerNorm, nn.RMSNorm,
 
 
 def _declared(owner: _Owner, name: str) -> Kernel | None:
-    """What one of Flax's modules says of its own parameter."""
+    """The kernel that one of Flax's modules declares for its own parameter."""
     module, caller, shape = owner
     last = len(shape) - 1
     match module, name:

@@ -1,4 +1,4 @@
-"""What a parameter's path says, where its module says nothing or not all."""
+"""Decisions by a parameter's path, where its module decides nothing or not all."""
 
 import re
 from collections.abc import Iterable

@@ -87,7 +87,7 @@ _GATES = {nnx.OptimizedLSTMCell: 4, nnx.GRUCell: 3}
 
 
 def _declared(module: Any, parent: Any, name: str) -> Kernel | None:
-    """What one of Flax's modules says of its own parameter."""
+    """The kernel that one of Flax's modules declares for its own parameter."""
     match module, name:
         case nnx.Embed(), "embedding":
             return other((module.num_embeddings, module.features), "embedding table")

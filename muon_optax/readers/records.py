@@ -1,4 +1,4 @@
-"""What a reader finds in a model."""
+"""Records of the parameters that a reader finds in a model."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class ModuleLeaf:
       segments: its path in the tree that is trained.
       shape: its shape there.
       module: the name of its module's class.
-      kernel: what the module declares; None where the reader doesn't know the module.
+      kernel: the kernel that the module declares; None where the reader doesn't know the module.
     """
 
     segments: Segments

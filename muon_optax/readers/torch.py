@@ -91,7 +91,7 @@ _GATES = {nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3, nn.RNN: 1, nn.RN
 
 
 def _declared(module: nn.Module, name: str, shape: Shape) -> Kernel | None:
-    """What one of torch's modules says of its own parameter."""
+    """The kernel that one of torch's modules declares for its own parameter."""
     if isinstance(module, _EMBEDDINGS):
         return other(shape, "embedding table")
     if isinstance(module, _NORMS):

@@ -137,7 +137,7 @@ def llama_factory(
 ) -> Transformation:
     """LLaMA-Factory v1's Muon, src/llamafactory/v1/plugins/trainer_plugins/optimizers.
 
-    `moonlight`, with its own choice of leaves: Muon gets what has two dims and none of embed,
+    `moonlight`, with its own choice of leaves: Muon gets leaves of two dims with none of embed,
     lm_head, wte, wpe and lora anywhere in its path, as parts of names too, ignoring case.
 
     Args:
@@ -166,7 +166,7 @@ def xtuner(
 
     Sum momentum of 0.95 with Nesterov, dion x 5 in bfloat16, 0.2 sqrt(max(in, out)) ('rms_norm'
     there), decoupled weight decay; AdamW with betas (0.9, 0.95) and the same learning rate and
-    decay. Muon gets what has two dims above one and neither embed_tokens nor lm_head in its path,
+    decay. Muon gets leaves of two dims above one with neither embed_tokens nor lm_head in the path,
     as parts of names too, ignoring case. Leaves of three or more dims need a matrix view.
 
     Args:
@@ -209,7 +209,7 @@ def areal(
     EMA momentum of 0.95 with Nesterov, jordan x 5 in bfloat16, decoupled weight decay, and the
     scales of Megatron: 'spectral' with the extra factor 0.2 that matches AdamW, 'unit_rms_norm' or
     'shape_scaling' with 1 (`scale_factor` overrides either). AdamW with betas (0.9, 0.95) and
-    epsilon 1e-10 for embeddings, heads and what has fewer than two dims.
+    epsilon 1e-10 for embeddings, heads and leaves of fewer than two dims.
 
     Args:
       learning_rate: a number or a schedule.

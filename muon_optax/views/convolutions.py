@@ -96,7 +96,7 @@ def _is_depthwise(kernel: _Kernel, alike: Sequence[_Kernel], made: set[int]) -> 
 
 
 def _is_fed(weight: Weight, roles: Roles, taken: Mapping[Segments, int], made: set[int]) -> bool:
-    """Whether some layer gives what a layer takes; a dense one may take a flattened image."""
+    """Whether a layer's inputs are some layer's outputs; a dense one may take a flattened image."""
     if weight.segments in taken:
         return taken[weight.segments] in made
     size = merged_size(weight.shape, roles.reduction)

@@ -1,4 +1,4 @@
-"""What biases and neighbouring weights tell about the axes of a weight.
+"""Evidence about the axes of a weight from its bias and the weights beside it.
 
 A layer's bias has its output axes. Two weights that lead there and back, D -> F and F -> D, as the
 halves of an MLP or the query and output of attention do, tell each other's axes: read in another
@@ -176,7 +176,7 @@ def _fits(one: Reading, other: Reading) -> bool:
 
 
 def _feeds(one: Reading, other: Reading) -> bool:
-    """Whether the second takes what the first gives, of gate and up side by side the half."""
+    """Whether the second takes the first's outputs, or half of them (gate and up side by side)."""
     if one.gives == other.takes:
         return True
     is_stack = 0 < max(one.batch, default=0) < min(one.takes + other.takes)

@@ -41,7 +41,7 @@ from muon_optax.views.weights import (
 
 __all__ = ["flax_matrix_views"]
 
-_MOST_NAMES = 100  # in one warning: what it names is trained in another way than meant
+_MOST_NAMES = 100  # in one warning: these leaves are trained in another way than meant
 _DOUBTS = (
     "flax_matrix_views can't tell the axes of these kernels, which get AdamW; declare their views "
     "in rules=(Rule(pattern, 'muon', view=...),), or name the parts that scan or vmap stacked in "
@@ -49,7 +49,7 @@ _DOUBTS = (
 )
 _STACKED_NORMS = (
     "norms with scales of more than one dim look stacked by scan or vmap, but not all the leaves "
-    "around them do; name what is stacked in `scanned`"
+    "around them do; name the stacked modules in `scanned`"
 )
 _ONE_CHANNEL = (
     "these kernels have one input channel: they are depthwise, or the first convolution of grey "
@@ -80,7 +80,7 @@ def flax_matrix_views(params: Any, *, scanned: Scanned = (), rules: Sequence[Rul
 
     Flax keeps kernels as [in, out], convolutions as [*window, in, out], attention as [in, heads,
     head_dim] into heads and [heads, head_dim, out] out of them; `nn.scan` and `nnx.vmap` put an
-    axis of layers or experts at any place. Ranks don't tell these apart. What does: the bias beside
+    axis of layers or experts at any place. Ranks don't tell these apart. These do: the bias beside
     a weight, which has its output axes; scales of norms with a dim too many, and the dim that all
     the leaves of a subtree share; weights that lead there and back, as the two of an MLP do; and
     the names of attention's layers and of convolutions, where no size speaks against them.
@@ -194,7 +194,7 @@ def _declared(
 
 
 class _Found(NamedTuple):
-    """The roles of the leaves that get Muon, and what to warn of: messages and paths."""
+    """The roles of the leaves that get Muon, and the warnings: messages and paths."""
 
     roles: Known
     doubts: list[tuple[str, set[Segments]]]

@@ -6,7 +6,7 @@
 4. A weight is as one beside it that differs in the number of heads only.
 5. Names of attention's layers tell, where no size speaks against it.
 
-What none of these tells has no roles: nothing is guessed from a rank.
+A weight that none of these explains has no roles: nothing is guessed from a rank.
 """
 
 from collections import Counter
@@ -110,7 +110,7 @@ class _Search:
         return self._modules[_module(weight, 1)]
 
     def settle(self, find: Callable[[Weight], Iterable[Roles]]) -> None:
-        """Takes what `find` tells of the weights that aren't known yet."""
+        """Adds the roles that `find` gives to weights that aren't known yet."""
         found: Known = {}
         for weight in self._open:
             if weight.segments in self.known:
@@ -155,7 +155,7 @@ def _is_one_order(options: Sequence[Roles] | None) -> bool:
 
 
 def _by_bias(weight: Weight) -> list[Roles]:
-    """What the bias says; Flax's own layers have their inputs first where that may be."""
+    """The roles by the bias; Flax's own layers have their inputs first where that is possible."""
     assert weight.bias is not None
     found = by_bias(weight.shape, weight.bias)
     ordered = [roles for roles in found if roles.reduction < roles.output]

@@ -1,4 +1,4 @@
-"""What the names of Flax's layers tell about the axes of their weights, where shapes agree."""
+"""Axes of weights by the names of Flax's layers, where shapes agree with them."""
 
 import math
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def is_conv_name(tokens: frozenset[str]) -> bool:
 
 
 def is_conv_like(weight: Weight) -> bool:
-    """Whether a layer is called as convolutions are, or as what mostly is one in two dims."""
+    """Whether a layer has a convolution's name, or one that mostly stands for one in two dims."""
     tokens = weight.layer_tokens
     return is_conv_name(tokens) or (weight.rank > 3 and not _CONV_LIKE.isdisjoint(tokens))
 
@@ -75,7 +75,7 @@ def may_transpose(weight: Weight) -> bool:
 
 
 def by_name(weight: Weight, beside: Sequence[Weight]) -> set[Roles]:
-    """What the names of attention's layers say, where no size speaks against it.
+    """The roles by the names of attention's layers, where no size contradicts them.
 
     Args:
       weight: a weight of three dims or more.

@@ -83,7 +83,7 @@ def _is_int(x: object) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class BoundView:
-    """A view bound to a shape: what every later stage works with.
+    """A view bound to a shape, the form that every later stage works with.
 
     Attributes:
       shape: the leaf's shape.
@@ -141,7 +141,7 @@ class BoundView:
 
     @property
     def matrix_key(self) -> tuple:
-        """What two leaves must share for their matrices to be stacked: all but the batch axes."""
+        """Leaves of one key have matrices that can be stacked: it has all but the batch axes."""
         sizes = tuple(self.shape[a] for a in self.stack_axes)
         reduction = len(self.reduction_axes)
         blocks = self.block_sizes, self.groups, self.cut, self.tiles, self.nonzero

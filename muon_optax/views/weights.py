@@ -28,7 +28,7 @@ _VECTOR_NAMES = ("bias", "b", "scale", "offset", "gamma", "beta", "g")
 
 
 class Roles(NamedTuple):
-    """The axes of one layer's weight by what the layer does with them."""
+    """The axes of one layer's weight by their roles in the layer."""
 
     batch: tuple[int, ...]
     reduction: tuple[int, ...]
@@ -58,7 +58,7 @@ def is_vector_name(name: str) -> bool:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether the leaf's name doesn't say what it is for, as weight_v of a weight norm."""
+    """Whether the leaf's name doesn't say its role, as weight_v of a weight norm."""
     return name in _PLAIN_NAMES or name.startswith("weight_")
 
 

@@ -1,4 +1,4 @@
-"""What is run on both sides: plain data, known to torch's ranks and to JAX's replay."""
+"""The cases that both sides run: plain data, known to torch's ranks and to JAX's replay."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ Optimizer = Literal["reference", "torch", "muon_fsdp2"]
 Dtype = Literal["float32", "float64"]
 Mesh = tuple[tuple[str, int], ...]
 
-# What each mesh axis does, in the order in which torch wants them.
+# The part each mesh axis plays, in the order in which torch wants them.
 AXES = ("replica", "fsdp", "tp")
 SEQUENCES = 8  # of a batch: each replica and shard has one at least
 
@@ -36,7 +36,7 @@ class Case:
     Attributes:
       recipe: a recipe's name.
       mesh: (axis, size) pairs, of 'replica', 'fsdp' and 'tp' in this order; 'fsdp' is a must.
-      optimizer: what steps in torch: our own 'reference', which gathers each matrix,
+      optimizer: torch's optimizer: our own 'reference', which gathers each matrix,
         orthogonalises it in the parameters' dtype and shards it again; 'torch', `torch.optim.Muon`
         on DTensors; or 'muon_fsdp2', the package of this name.
       dtype: of parameters and gradients.

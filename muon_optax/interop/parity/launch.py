@@ -85,7 +85,7 @@ def run_ranks(
     None of the processes, nor any that they started, is left when this returns or raises.
 
     Args:
-      command: what to run.
+      command: the program and its arguments.
       world: number of ranks.
       folder: takes each rank's output, as rankN.log.
       env: more environment variables.

@@ -1,4 +1,4 @@
-"""What each rank runs: `python -m muon_optax.interop.parity.ranks FOLDER`, started by `launch`.
+"""Each rank's program: `python -m muon_optax.interop.parity.ranks FOLDER`; `launch` starts it.
 
 For case number i of FOLDER/cases.json rank 0 writes FOLDER/i.npz: 'param/STEP/NAME' from step 0,
 before the first update, and 'grad/STEP/NAME', 'momentum/STEP/NAME' and 'loss/STEP' from step 1,
@@ -29,7 +29,7 @@ __all__ = ["main"]
 
 
 class Steppers:
-    """What steps: optimizers, their momentum by parameter name, and who got Muon."""
+    """The optimizers of one case, their momentum by parameter name, and who got Muon."""
 
     def __init__(self, model: torch.nn.Module, case: Case) -> None:
         named = [(name, p) for name, p in model.named_parameters()]

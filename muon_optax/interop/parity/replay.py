@@ -43,7 +43,7 @@ def replay(case: Case, path: Path) -> Verdict:
     """Replays what rank 0 recorded, on a JAX mesh of the case's axes.
 
     Args:
-      case: what was run.
+      case: the case that torch ran.
       path: the record.
 
     Returns:
@@ -109,7 +109,7 @@ def _row(
 def exact_update(
     case: Case, grad: np.ndarray, momentum: np.ndarray, param: np.ndarray
 ) -> np.ndarray:
-    """What torch.optim.Muon means by an update, in float64, from its own momentum.
+    """The update that torch.optim.Muon defines, in float64, from its own momentum.
 
     Args:
       case: its learning rate and weight decay.
@@ -214,7 +214,7 @@ def _flax_name(key: str) -> str:
 
 
 def _leaves(record: Record, prefix: str) -> dict[str, np.ndarray]:
-    """What the record has under a prefix, [in, out] and named as in Flax."""
+    """The record's weights under a prefix, [in, out] and named as in Flax."""
     leaves = {}
     for key, x in record.items():
         if key.startswith(prefix):

@@ -69,11 +69,11 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """A case's rows, and what holds for all of them.
+    """A case's rows, with the verdict on all of them.
 
     Attributes:
-      case: what was run.
-      tolerances: what was let pass.
+      case: the case that both sides ran.
+      tolerances: the largest differences that pass.
       rows: by leaf, then step.
       bias: the mean signed difference of Muon's updates.
       losses: torch's loss at each step.

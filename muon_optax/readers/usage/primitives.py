@@ -1,4 +1,4 @@
-"""What JAX's primitives do with the dims of a parameter."""
+"""The effect of JAX's primitives on the dims of a parameter."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""What a traced call says of each parameter: its matrices, or why it has none."""
+"""The matrices of each parameter by its uses in a traced call, or why it has none."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ __all__ = ["Role", "Usage", "read_usage"]
 
 @dataclasses.dataclass(frozen=True)
 class Role:
-    """What one parameter is used for.
+    """The use of one parameter.
 
     Attributes:
       kind: 'matrix', 'depthwise', 'lookup', 'one-hot' (a lookup by a matmul), 'elementwise',
@@ -35,7 +35,7 @@ class Role:
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """What a call does with a model's parameters.
+    """The uses of a model's parameters in a call.
 
     Attributes:
       roles: each parameter's, by its path.

@@ -16,7 +16,7 @@ class Trace:
     """Reads a jaxpr from top to bottom.
 
     Attributes:
-      uses: for each parameter's index, what is done with it, in order.
+      uses: for each parameter's index, its uses in order.
       fed: the layers whose results another layer takes.
       leaves: the parameters of each layer.
       stacked: (parameter, factor) of a matmul's output that count matrices side by side.
@@ -56,7 +56,7 @@ class Trace:
     def fixed_point(
         self, step: Callable[[list[Value]], list[Value]], carry: list[Value]
     ) -> list[Value]:
-        """What is known of a loop's carry in every iteration."""
+        """The facts about a loop's carry that hold in every iteration."""
         with self._paused():
             while True:
                 after = [joined(a, b) for a, b in zip(carry, step(carry), strict=True)]

@@ -46,7 +46,7 @@ class Value:
 
 
 def joined(a: Value, b: Value) -> Value:
-    """What is known of a value that is one of two, as after a branch."""
+    """The facts about a value that is one of two, as after a branch."""
     return Value(
         a.weights if a.weights == b.weights else (),
         a.is_data or b.is_data,
@@ -56,7 +56,7 @@ def joined(a: Value, b: Value) -> Value:
 
 
 class Use(NamedTuple):
-    """What a call does with a parameter at one place.
+    """One use of a parameter in a call.
 
     Attributes:
       kind: 'matmul' (a convolution too), 'depthwise', 'lookup', 'one-hot' (a lookup by a matmul),
