@@ -10,13 +10,13 @@ demo: $(INSTALLED)  ## train a small GPT with Muon and with AdamW; writes demo/c
 	$(BIN)/python examples/train_gpt.py --output demo
 
 test: $(INSTALLED)  ## the whole test suite, doctests included
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # For before each commit: what is quick, and touches every module.
 CHECK := alias barriers checks cost dispatch loads matrix_view momentum package partition partition_warnings placement plans reports rounds scaling specs stage tables tree_paths usual_specs weight_decay wrappers
 
 check: lint  ## linters, types, and a part of the tests that touches every module
-	$(BIN)/python -m pytest -n 2 -x muon_optax $(wildcard $(CHECK:%=tests/test_%.py))
+	$(BIN)/python -m pytest -n 2 --dist worksteal -x muon_optax $(wildcard $(CHECK:%=tests/test_%.py))
 
 # The other end of the versions: what Python 3.12 installs. What depends on JAX and Flax is run.
 PYTHON312 ?= python3.12
