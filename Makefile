@@ -9,6 +9,9 @@ INSTALLED := $(VENV)/.installed
 demo: $(INSTALLED)  ## train a small GPT with Muon and with AdamW; writes demo/curves.png
 	$(BIN)/python examples/train_gpt.py --output demo
 
+# Two processes on two cores: more threads for a product would wait for each other, and spin.
+test check test-newest: export OMP_NUM_THREADS = 1
+
 test: $(INSTALLED)  ## the whole test suite, doctests included
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
