@@ -64,7 +64,7 @@ bench-aot: $(INSTALLED) .venv-cuda/.installed .venv-tpu/.installed  ## Llama-3-8
 	.venv-cuda/bin/python benchmarks/aot_bytes.py cuda --devices 8 64 --unstacked --output $(AOT).json
 	.venv-cuda/bin/python benchmarks/aot_bytes.py cuda --devices 512 1024 --layouts fsdp_rows fsdp_columns hsdp hsdp_64 fsdp_tp --output $(AOT).json
 	.venv-tpu/bin/python benchmarks/aot_bytes.py tpu --devices 8 64 512 --output $(AOT).json
-	$(BIN)/python benchmarks/aot_plot.py $(AOT).json $(AOT).png
+	$(BIN)/python docs/figures.py
 
 .venv-cuda/.installed: PLUGINS := jax-cuda13-plugin==$(AOT_JAX) jax-cuda13-pjrt==$(AOT_JAX)
 .venv-tpu/.installed: PLUGINS := libtpu
