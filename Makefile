@@ -9,14 +9,17 @@ INSTALLED := $(VENV)/.installed
 demo: $(INSTALLED)  ## train a small GPT with Muon and with AdamW; writes demo/curves.png
 	$(BIN)/python examples/train_gpt.py --output demo
 
+# Two processes on two cores: more threads for a product would wait for each other, and spin.
+test check test-newest: export OMP_NUM_THREADS = 1
+
 test: $(INSTALLED)  ## the whole test suite, doctests included
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # For before each commit: what is quick, and touches every module.
 CHECK := alias barriers checks cost dispatch loads matrix_view momentum package partition partition_warnings placement plans reports rounds scaling specs stage tables tree_paths usual_specs weight_decay wrappers
 
 check: lint  ## linters, types, and a part of the tests that touches every module
-	$(BIN)/python -m pytest -n 2 -x muon_optax $(wildcard $(CHECK:%=tests/test_%.py))
+	$(BIN)/python -m pytest -n 2 --dist worksteal -x muon_optax $(wildcard $(CHECK:%=tests/test_%.py))
 
 # The other end of the versions: what Python 3.12 installs. What depends on JAX and Flax is run.
 PYTHON312 ?= python3.12
@@ -64,7 +67,7 @@ bench-aot: $(INSTALLED) .venv-cuda/.installed .venv-tpu/.installed  ## Llama-3-8
 	.venv-cuda/bin/python benchmarks/aot_bytes.py cuda --devices 8 64 --unstacked --output $(AOT).json
 	.venv-cuda/bin/python benchmarks/aot_bytes.py cuda --devices 512 1024 --layouts fsdp_rows fsdp_columns hsdp hsdp_64 fsdp_tp --output $(AOT).json
 	.venv-tpu/bin/python benchmarks/aot_bytes.py tpu --devices 8 64 512 --output $(AOT).json
-	$(BIN)/python benchmarks/aot_plot.py $(AOT).json $(AOT).png
+	$(BIN)/python docs/figures.py
 
 .venv-cuda/.installed: PLUGINS := jax-cuda13-plugin==$(AOT_JAX) jax-cuda13-pjrt==$(AOT_JAX)
 .venv-tpu/.installed: PLUGINS := libtpu

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -95,26 +94,6 @@ def summarize(curves: Curves, base_name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def plot(path: Path, curves: Curves) -> None:
-    """Draws the validation loss against steps and time, with bands from seed to seed."""
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    by_steps, by_time = figure.subplots(1, 2)
-    for i, (name, runs) in enumerate(curves.items()):
-        color = f"C{i}"
-        losses = np.array([curve.val_loss for curve in runs])
-        seconds = np.median([curve.seconds for curve in runs], axis=0)
-        for axes, x in ((by_steps, runs[0].steps), (by_time, seconds)):
-            axes.plot(x, losses.mean(0), color=color, label=name)
-            axes.fill_between(x, losses.min(0), losses.max(0), color=color, alpha=0.2)
-    by_steps.set(xlabel="steps", ylabel="validation loss (nats/byte)")
-    by_time.set(xlabel="seconds of steps")
-    by_steps.legend()
-    for axes in (by_steps, by_time):
-        axes.set_ylim(top=3)
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
-
-
 def table(summary: Sequence[Mapping[str, Any]], base_name: str) -> Table:
     found = Table("optimizer", "final validation losses", "mean", f"from {base_name}", "seconds")
     for row in summary:
@@ -150,7 +129,6 @@ def main() -> None:
         "curves": {name: [dataclasses.asdict(c) for c in runs] for name, runs in curves.items()},
     }
     (args.output / "convergence.json").write_text(json.dumps(record, indent=1) + "\n")
-    plot(args.output / "convergence.png", curves)
     console.print(table(summary, BASE))
 
 

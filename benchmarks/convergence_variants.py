@@ -26,7 +26,7 @@ from gpt.curves import Curve
 from gpt.layout import make_mesh
 from train_gpt import train, warmup_cosine
 
-from benchmarks.convergence import RATES, SEEDS, plot, summarize, table
+from benchmarks.convergence import RATES, SEEDS, summarize, table
 from muon_optax import (
     BlockPeriodic,
     Dion2,
@@ -116,7 +116,6 @@ def main() -> None:
         if name in found
     }
     base = next(iter(curves))
-    plot(path.with_suffix(".png"), curves)
     console.print(table(summarize(curves, base), base))
 
 

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -121,25 +120,6 @@ def save(path: Path, corpus: Corpus, runs: Sequence[Run], summary: Sequence[Any]
     path.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def plot(path: Path, runs: Sequence[Run]) -> None:
-    """Draws the final loss against the learning rate, and the curves at the best rates."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    grid, curves = figure.subplots(1, 2)
-    for color, name in zip(("C0", "C1"), ("muon", "adamw"), strict=True):
-        tried = grid_runs(runs, name)
-        losses = [r.final_loss for r in tried]
-        grid.plot([r.rate for r in tried], losses, "o-", color=color, label=name)
-    for pair in tuned_runs(runs):
-        for color, r in zip(("C0", "C1"), pair, strict=True):
-            curves.plot(r.curve.steps, r.curve.val_loss, color=color)
-    grid.set(xscale="log", xlabel="peak learning rate", ylabel="final validation loss (nats/byte)")
-    curves.set(xlabel="steps", ylabel="validation loss", title=f"best rates, {len(SEEDS)} seeds")
-    grid.legend()
-    for axes in (grid, curves):
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
-
-
 def grid_table(runs: Sequence[Run]) -> Table:
     table = Table("optimizer", "learning rate", "seed", "final validation loss", "seconds")
     for r in runs:
@@ -170,7 +150,6 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     summary = summarize(runs)
     save(args.output / "demo_grid.json", corpus, runs, summary)
-    plot(args.output / "demo_grid.png", runs)
     console.print(grid_table(runs), summary_table(summary))
 
 

@@ -2,7 +2,7 @@
 
 torch trains the parity model on four ranks, with our float32 reference optimizer and with
 `torch.optim.Muon`; JAX trains it from the same parameters on the same batches, with its own
-gradients, on eight devices. Writes benchmarks/results/parity_curve.json and .png:
+gradients, on eight devices. Writes benchmarks/results/parity_curve.json:
 
     python benchmarks/parity_curve.py
 """
@@ -140,32 +140,6 @@ def run(steps: int) -> list[dict[str, Any]]:
     return results
 
 
-def plot(results: list[dict[str, Any]], path: Path) -> None:
-    """The curves above, their relative gaps below."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(
-        2, len(results), figsize=(10, 5.5), sharex=True, sharey="row", height_ratios=(3, 1)
-    )
-    for (above, below), result in zip(axes.T, results, strict=True):
-        steps = np.arange(1, len(result["torch"]) + 1)
-        gaps = 100 * (np.array(result["jax"]) / np.array(result["torch"]) - 1)
-        above.plot(steps, result["torch"], lw=4, alpha=0.35, label="torch FSDP2, 4 ranks")
-        above.plot(steps, result["jax"], lw=1.2, label="JAX, 8 devices")
-        above.set_title(LABELS[result["optimizer"]], fontsize=10)
-        above.legend(frameon=False)
-        below.axhspan(-1, 1, color="0.93")
-        below.plot(steps, gaps, lw=1.2, color="C1")
-        below.set_xlabel("step")
-    axes[0, 0].set_ylabel("loss")
-    axes[1, 0].set_ylabel("gap, %")
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=50)
@@ -175,7 +149,6 @@ def main() -> None:
     args.output.parent.mkdir(parents=True, exist_ok=True)
     rounded = json.loads(json.dumps(results), parse_float=lambda x: float(f"{float(x):.6g}"))
     args.output.with_suffix(".json").write_text(json.dumps(rounded, indent=1) + "\n")
-    plot(results, args.output.with_suffix(".png"))
     for result in results:
         print(f"{LABELS[result['optimizer']]}: largest gap {100 * result['largest_gap']:.3f}%")
     if any(result["largest_gap"] >= 0.01 for result in results):

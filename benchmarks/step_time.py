@@ -147,35 +147,6 @@ def show(case: str, record: dict[str, Any]) -> None:
     Console(width=110).print(table)
 
 
-def plot(path: Path, cases: dict[str, Any]) -> None:
-    """A bar for each contestant's speed in each case, in CPU time."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 1 + 1.1 * len(cases)), layout="constrained")
-    axes = figure.subplots(1, 1)
-    shown = [*OURS, "optax", "optax dion", TORCH]
-    height = 0.85 / len(shown)
-    for i, name in enumerate(shown):
-        rows = {
-            j: case["contestants"][name]["cpu"]["speed"]
-            for j, case in enumerate(cases.values())
-            if name in case["contestants"]
-        }
-        middle = [r["median"] for r in rows.values()]
-        low = [r["median"] - r["q1"] for r in rows.values()]
-        high = [r["q3"] - r["median"] for r in rows.values()]
-        label = f"muon_optax {name}" if name in OURS else name
-        where = [j + (i - len(shown) / 2) * height for j in rows]
-        axes.barh(where, middle, height, xerr=[low, high], label=label, error_kw={"lw": 0.7})
-    axes.set_yticks(range(len(cases)), list(cases))
-    axes.invert_yaxis()
-    axes.set_xlabel("speed of a whole step (CPU time), optax default = 1")
-    axes.axvline(1, color="black", lw=0.7)
-    figure.legend(loc="outside right upper", fontsize=8)
-    axes.grid(axis="x", alpha=0.3)
-    figure.savefig(path, dpi=130)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -199,7 +170,6 @@ def main() -> None:
         show(case.name, cases[case.name])
         if args.output:
             args.output.write_text(json.dumps(cases, indent=1) + "\n")
-            plot(args.output.with_suffix(".png"), cases)
 
 
 if __name__ == "__main__":

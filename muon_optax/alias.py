@@ -127,7 +127,8 @@ def muon(
       muon_weight_dimension_numbers: which axes make the matrices: a view (`MuonDimensionNumbers`,
         `MatrixView`), a tree of views (or a prefix of one) with None for AdamW, or a function of
         the parameters that returns one; a function that returns None sends all to AdamW. Views beat
-        `partition`; a warning at `init` names the leaves of which it says otherwise.
+        `partition`; a warning at `init` names the leaves of which it says otherwise. MaxText's
+        views may carry shardings, which count where `param_shardings` isn't given.
       consistent_rms: scale by this times sqrt(max(fan-in, fan-out)); not with `scale`.
       bias_correction: False is the convention of torch, Keller Jordan, Dion and Megatron.
       momentum: 'ema', m = beta m + (1 - beta) g, or 'sum', m = beta m + g (Dion, Moonlight,

@@ -1,18 +1,23 @@
-"""The examples run as a newcomer runs them: as programs, from the command line."""
+"""The examples run as a newcomer runs them: as programs, with a command line.
 
+All but the demo run in this process, which has imported JAX already.
+"""
+
+import contextlib
+import io
 import json
-import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-# On few cores PyTorch's threads get in each other's way.
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 TINY = {
     "steps": 30,
     "layers": 1,
@@ -24,22 +29,65 @@ TINY = {
 }
 
 
-def run_example(name: str, **options: object) -> subprocess.CompletedProcess[str]:
+class Ended(NamedTuple):
+    """What a program printed, and the code it ended with."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def words_of(options: dict[str, object]) -> list[str]:
     pairs = [(f"--{option.replace('_', '-')}", str(value)) for option, value in options.items()]
-    command = [sys.executable, str(EXAMPLES / name), *(word for pair in pairs for word in pair)]
+    return [word for pair in pairs for word in pair]
+
+
+def run_program(*words: object) -> subprocess.CompletedProcess[str]:
+    """Python, in a process of its own."""
     return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=os.environ | ONE_THREAD,
+        [sys.executable, *map(str, words)], capture_output=True, text=True, timeout=300, check=False
     )
+
+
+@pytest.fixture
+def run_example(monkeypatch: pytest.MonkeyPatch):
+    """Runs an example as `__main__`; what it warns of is an error."""
+    update, set_mesh, contexts = jax.config.update, jax.set_mesh, contextlib.ExitStack()
+
+    def update_unless_started(name: str, value: Any) -> None:
+        """JAX has made its devices, and takes no other number of them."""
+        if name == "jax_num_cpu_devices":
+            assert value <= jax.device_count()
+        else:
+            update(name, value)
+
+    def until_its_end(mesh: jax.sharding.Mesh) -> Any:
+        context = set_mesh(mesh)
+        contexts.push(context.__exit__)
+        return context
+
+    def run(name: str, **options: object) -> Ended:
+        monkeypatch.setattr(jax.config, "update", update_unless_started)
+        monkeypatch.setattr(jax, "set_mesh", until_its_end)
+        monkeypatch.setattr(sys, "argv", [str(EXAMPLES / name), *words_of(options)])
+        monkeypatch.syspath_prepend(EXAMPLES)
+        code, out, err = 0, io.StringIO(), io.StringIO()
+        with contexts, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                runpy.run_path(sys.argv[0], run_name="__main__")
+            except SystemExit as end:
+                code = end.code if isinstance(end.code, int) else 1
+                if isinstance(end.code, str):
+                    print(end.code, file=err)
+        return Ended(code, out.getvalue(), err.getvalue())
+
+    return run
 
 
 def test_demo_trains_with_both_optimizers_and_compares_them(tmp_path: Path):
     folder = tmp_path / "new" / "folder"
-    process = run_example("train_gpt.py", **TINY, seed=3, output=folder)
+    words = words_of({**TINY, "seed": 3, "output": folder})
+    process = run_program(EXAMPLES / "train_gpt.py", *words)
     assert process.returncode == 0, process.stderr
     assert process.stderr == ""
 
@@ -61,7 +109,7 @@ def test_demo_trains_with_both_optimizers_and_compares_them(tmp_path: Path):
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_demo_trains_with_one_optimizer_on_another_text(tmp_path: Path):
+def test_demo_trains_with_one_optimizer_on_another_text(tmp_path: Path, run_example):
     text, output = tmp_path / "text", tmp_path / "output"
     text.mkdir()
     for i in range(10):
@@ -86,7 +134,7 @@ def test_demo_trains_with_one_optimizer_on_another_text(tmp_path: Path):
     ],
 )
 def test_demo_explains_bad_options_in_one_line(
-    option: str, value: object, words: str, tmp_path: Path
+    option: str, value: object, words: str, tmp_path: Path, run_example
 ):
     process = run_example("train_gpt.py", output=tmp_path, **{option: value})
     assert process.returncode != 0
@@ -95,19 +143,24 @@ def test_demo_explains_bad_options_in_one_line(
     assert words in line
 
 
-def printed_by(name: str) -> str:
+@pytest.fixture
+def printed_by(run_example):
     """What an example prints, with single spaces; nothing went wrong, and nothing surprised."""
-    process = run_example(name)
-    assert process.returncode == 0, process.stderr
-    assert "MuonWarning" not in process.stderr
-    return re.sub(" +", " ", process.stdout)
+
+    def run(name: str) -> str:
+        process = run_example(name)
+        assert process.returncode == 0, process.stderr
+        assert "MuonWarning" not in process.stderr
+        return re.sub(" +", " ", process.stdout)
+
+    return run
 
 
 def losses_in(printed: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^step +\d+ loss (\S+)", printed, re.MULTILINE)]
 
 
-def test_quickstart_prints_a_falling_loss():
+def test_quickstart_prints_a_falling_loss(printed_by):
     losses = losses_in(printed_by("quickstart.py"))
     assert len(losses) == 6
     assert losses[-1] < losses[0] / 10
@@ -162,7 +215,9 @@ def test_quickstart_prints_a_falling_loss():
         ),
     ],
 )
-def test_a_model_trains_and_its_tables_say_how(name: str, bound: float, lines: list[str]):
+def test_a_model_trains_and_its_tables_say_how(
+    name: str, bound: float, lines: list[str], printed_by
+):
     printed = printed_by(name)
     losses = losses_in(printed)
     assert losses[0] > 1.0
@@ -171,7 +226,18 @@ def test_a_model_trains_and_its_tables_say_how(name: str, bound: float, lines: l
         assert f"\n{line}" in printed
 
 
-def test_a_convolutional_network_learns_to_read_digits():
+def test_devices_are_asked_for_before_there_are_any():
+    """JAX raises where it has made its devices; no example is run any further than that."""
+    ask = 'jax.config.update("jax_num_cpu_devices", 8)\n'
+    names = [path for path in EXAMPLES.glob("*.py") if ask in path.read_text()]
+    assert len(names) == 4
+    read = "text, ask, _ = open(name).read().partition(sys.argv[1])"
+    start = f"import sys\nfor name in sys.argv[2:]:\n    {read}\n    exec(text + ask, {{}})"
+    process = run_program("-c", start, ask, *names)
+    assert process.returncode == 0, process.stderr
+
+
+def test_a_convolutional_network_learns_to_read_digits(printed_by):
     printed = printed_by("convolution.py")
     assert "\nsecond/kernel 3 x 3 x 16 x 32 1 of 144 x 32 muon 1 " in printed
     assert "\nfirst/kernel 3 x 3 x 1 x 16 adam " in printed
@@ -180,7 +246,7 @@ def test_a_convolutional_network_learns_to_read_digits():
     assert accuracy > 0.93
 
 
-def test_lora_factors_train_by_either_optimizer_on_a_frozen_base():
+def test_lora_factors_train_by_either_optimizer_on_a_frozen_base(printed_by):
     by_adamw, by_muon = printed_by("lora.py").split("the base is as it was: True\n\n")[:2]
     assert "\nlayer/lora_a 64 x 4 adam LoRA factor\n" in by_adamw
     assert "\nlayer/lora_a 64 x 4 1 of 64 x 4 muon 1 LoRA factor\n" in by_muon
@@ -190,7 +256,7 @@ def test_lora_factors_train_by_either_optimizer_on_a_frozen_base():
         assert losses[-1] < losses[0] / 10
 
 
-def test_qk_clip_keeps_logits_below_the_bound():
+def test_qk_clip_keeps_logits_below_the_bound(printed_by):
     printed = printed_by("qk_clip.py")
     sections = re.split(r"^with.*:$|^the weights.*:$", printed, flags=re.MULTILINE)
     rows = [re.findall(r"max logits (.*)", section) for section in sections[1:]]
@@ -213,7 +279,7 @@ def both_losses(printed: str, other: str) -> np.ndarray:
     return np.array(pairs, float).T
 
 
-def test_a_run_of_optax_goes_on_with_the_same_losses():
+def test_a_run_of_optax_goes_on_with_the_same_losses(printed_by):
     printed = printed_by("from_optax.py")
     ours, theirs = both_losses(printed, "optax")
     assert len(ours) == 6
@@ -221,9 +287,12 @@ def test_a_run_of_optax_goes_on_with_the_same_losses():
     assert ours[-1] < losses_in(printed)[0] / 10
 
 
-def test_a_run_of_torch_goes_on_with_the_same_losses():
-    pytest.importorskip("torch")
+def test_a_run_of_torch_goes_on_with_the_same_losses(printed_by):
+    torch = pytest.importorskip("torch")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on few cores they get in each other's way
     printed = printed_by("from_torch.py")
+    torch.set_num_threads(threads)
     ours, theirs = both_losses(printed, "torch")
     assert len(ours) == 5
     assert ours[0] == pytest.approx(theirs[0], abs=2e-4)  # the same weights, as printed
@@ -232,10 +301,9 @@ def test_a_run_of_torch_goes_on_with_the_same_losses():
 
 
 def test_without_torch_the_example_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, run_example
 ):
-    (tmp_path / "torch.py").write_text("raise ImportError")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "torch", None)  # importing it is an ImportError
     process = run_example("from_torch.py")
     assert process.returncode == 1
     assert process.stderr == "this example needs PyTorch: pip install 'muon-optax[torch]'\n"

@@ -1,5 +1,6 @@
 """Flax's variables are masked as a whole, so that trainers may walk an optimizer's state."""
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -90,6 +91,12 @@ AROUND: dict[str, tuple[Any, dict[str, int]]] = {
 }
 
 
+@functools.cache
+def made(around: str) -> Any:
+    """The transformation; its update of a tree without variables is compiled once."""
+    return AROUND[around][0]()
+
+
 def dtypes_of(optimizer: nnx.Optimizer) -> Any:
     """As Tunix's PeftTrainer walks a state."""
     return jax.tree.map(
@@ -109,8 +116,8 @@ def shapes_of(optimizer: nnx.Optimizer) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("kind", [nnx.Optimizer, nnx.ModelAndOptimizer])
 def test_each_variable_of_a_state_has_a_value(around, kind):
-    make, counts = AROUND[around]
-    model, tx = Model(nnx.Rngs(0)), make()
+    counts, tx = AROUND[around][1], made(around)
+    model = Model(nnx.Rngs(0))
     pure = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     optimizer = kind(model, tx, wrt=nnx.Param)
 
@@ -161,12 +168,16 @@ def test_partition_specs_have_the_structure_of_the_state():
 
 
 def test_a_restored_optimizer_goes_on(tmp_path):
+    @nnx.jit
+    def step(model, optimizer):
+        optimizer.update(model, nnx.grad(loss_of)(model))
+
     def trained(model, optimizer, steps):
         for _ in range(steps):
-            optimizer.update(model, nnx.grad(loss_of)(model))
+            step(model, optimizer)
 
-    models = [Model(nnx.Rngs(0)), Model(nnx.Rngs(1))]
-    first, second = [nnx.Optimizer(model, make_tx(), wrt=nnx.Param) for model in models]
+    models, tx = [Model(nnx.Rngs(0)), Model(nnx.Rngs(1))], make_tx()
+    first, second = [nnx.Optimizer(model, tx, wrt=nnx.Param) for model in models]
     trained(models[0], first, 2)
     with ocp.StandardCheckpointer() as checkpointer:
         tree = {"model": nnx.state(models[0]), "optimizer": nnx.state(first)}
@@ -218,8 +229,9 @@ def test_a_variable_may_hold_several_leaves():
     assert adam["count"] == muons["count"] == muons["vectors"] == adam["w"] == masked
     assert muons["mixed"].get_value()["b"] == adam["mixed"].get_value()["w"] == masked
     assert adam["mixed"].get_value()["n"] == masked
-    updates, new = tx.update(boxed, state, boxed)
-    want, _ = tx.update(pure, tx.init(pure), pure)
+    update = jax.jit(tx.update)
+    updates, new = update(boxed, state, boxed)
+    want, _ = update(pure, tx.init(pure), pure)
     assert jax.tree.structure(updates) == jax.tree.structure(boxed)
     assert jax.tree.structure(new) == jax.tree.structure(state)
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(updates), jax.tree.leaves(want))

@@ -1,6 +1,6 @@
 """Sums and means over matrices, on every kind of mesh axis, against a loop over the matrices."""
 
-import itertools
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -29,44 +29,56 @@ LEAVES = {
 }
 
 
-def by_loop(leaf, x: np.ndarray, over) -> np.ndarray:
-    """The mean that belongs to each entry of the leaf."""
-    view = leaf.view
+INPUTS = {
+    name: np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    for name, (shape, _, _) in LEAVES.items()
+}
+VIEWS = {name: view for name, (_, _, view) in LEAVES.items()}
+SPECS = {name: spec for name, (_, spec, _) in LEAVES.items()}
+
+
+@functools.cache
+def by_loop():
+    """For each leaf and kind of mean, the mean that belongs to each entry."""
+    views = {leaf.path: leaf.view for leaf in bind_leaves(INPUTS, VIEWS)}
+    matrices = jax.jit(lambda: {name: view.split(INPUTS[name]) for name, view in views.items()})()
+    means = {name: [_means(matrices[name], over) for over in OVERS] for name in views}
+    merge = lambda means: {k: [views[k].merge(m) for m in each] for k, each in means.items()}  # noqa: E731
+    return jax.jit(merge)(means)
+
+
+def _means(matrices, over):
     axes = tuple({"reduction": 1, "output": 2}[role] for role in over)
-    means = [
-        np.broadcast_to(np.mean(m, axes, keepdims=True), m.shape)
-        for m in map(np.asarray, view.split(jnp.asarray(x)))
-    ]
-    return np.asarray(view.merge([jnp.asarray(m) for m in means]))
+    means = [np.mean(m, axes, keepdims=True) for m in map(np.asarray, matrices)]
+    return [np.broadcast_to(mean, m.shape) for mean, m in zip(means, matrices, strict=True)]
 
 
-def means(leaf, x, over):
+def means(inputs, where=None):
+    """The same, by the sums."""
+    leaves = bind_leaves(inputs, VIEWS, where)
+    return {leaf.path: [_mean(leaf, inputs[leaf.path], over) for over in OVERS] for leaf in leaves}
+
+
+def _mean(leaf, x, over):
     sums = MatrixSums(leaf, over)
     mean = sums.of(x) / jnp.asarray(sums.counts, x.dtype)
     return jnp.broadcast_to(sums.broadcast(mean), x.shape)
 
 
-@pytest.mark.parametrize(("name", "over"), list(itertools.product(LEAVES, OVERS)))
 @pytest.mark.parametrize("kind", ["one device", "explicit", "auto", "manual"])
-def test_means_are_those_of_each_matrix(name, over, kind):
-    shape, spec, view = LEAVES[name]
-    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    (whole,) = bind_leaves(jnp.asarray(x), view)
-    want = by_loop(whole, x, over)
-    if kind == "one device":
-        got = means(whole, jnp.asarray(x), over)
-    else:
+def test_means_are_those_of_each_matrix(kind):
+    inputs, run = INPUTS, means
+    if kind != "one device":
         mesh = sharded.make_mesh({"x": 2, "y": 4}, "auto" if kind == "manual" else kind)
-        where = jax.NamedSharding(mesh, spec)
-
-        def run(x):
-            (leaf,) = bind_leaves(x, view, where)
-            return means(leaf, x, over)
-
+        where = {name: jax.NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+        inputs, run = jax.device_put(INPUTS, where), functools.partial(means, where=where)
         if kind == "manual":
-            run = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)
-        got = jax.jit(run)(jax.device_put(x, where))
-    np.testing.assert_allclose(got, want, rtol=2e-6, atol=2e-7)
+            run = jax.shard_map(run, mesh=mesh, in_specs=(SPECS,), out_specs=SPECS)
+    got, want = jax.jit(run)(inputs), by_loop()
+    for name in LEAVES:
+        for over, g, w in zip(OVERS, got[name], want[name], strict=True):
+            case = f"{name}, means over {over}"
+            np.testing.assert_allclose(g, w, rtol=2e-6, atol=2e-7, err_msg=case)
 
 
 def test_a_norm_on_a_mesh_is_one_all_reduce_of_the_matrix_axes():

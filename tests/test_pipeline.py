@@ -1,5 +1,6 @@
 """The pipeline: rounds in the program, results in place, transposed shardings."""
 
+import functools
 import itertools
 import re
 
@@ -43,30 +44,42 @@ def test_results_written_in_place_are_those_of_whole_matrices(kind, strategy):
     sharded.check(leaves, mesh, param_shardings=where, strategy=strategy, device=OVERLAPPING)
 
 
+def steps_of(own, compute, **options):
+    """A transformation of `LEAVES`, and the gradients of two steps."""
+    views = sharded.views(LEAVES)
+    tx = scale_by_muon(sharded.FAST, weight_dimension_numbers=views, ns_dtype=compute, **options)
+    grads = (sharded.gradients(LEAVES, seed) for seed in (0, 7))
+    return tx, [{k: g.astype(jnp.dtype(own)) for k, g in grad.items()} for grad in grads]
+
+
+@functools.cache
+def on_one_device(own, compute):
+    """Updates and momentum after each step, where every matrix is whole."""
+    tx, grads = steps_of(own, compute, strategy="local")
+    state, update, found = tx.init(grads[0]), jax.jit(tx.update), []
+    for grad in grads:
+        updates, state = update(grad, state)
+        found.append((updates, state.mu))
+    return found
+
+
 @pytest.mark.filterwarnings("ignore:max_workspace_bytes")  # one matrix at a time
 @pytest.mark.parametrize("overlaps", [True, False])
 @pytest.mark.parametrize("dtypes", [("float32", None), ("float32", "bfloat16"), ("bfloat16", None)])
 def test_several_steps_are_those_of_one_device(dtypes, overlaps):
     own, compute = dtypes
     device = DeviceModel("slow", 1e9, 1e9, 1e12, latency=0.0, overlaps=overlaps)
-    options = {"weight_dimension_numbers": sharded.views(LEAVES), "ns_dtype": compute}
-    mesh = make_mesh({"f": 4, "r": 2})
-    alone = scale_by_muon(**options, strategy="local")
-    tx = scale_by_muon(**options, device=device, max_workspace_bytes=1)
-    grads = [
-        {k: g.astype(jnp.dtype(own)) for k, g in sharded.gradients(LEAVES, seed).items()}
-        for seed in (0, 7)
-    ]
-    want_state, state = alone.init(grads[0]), None
+    tx, grads = steps_of(own, compute, device=device, max_workspace_bytes=1)
+    where = sharded.shardings(LEAVES, make_mesh({"f": 4, "r": 2}))
+    update, state = jax.jit(tx.update, donate_argnums=(0, 1)), None
     bar = 1e-5 if (own, compute) == ("float32", None) else 4e-2
-    for grad in grads:
-        placed = jax.device_put(grad, sharded.shardings(LEAVES, mesh))
+    for grad, (want, momentum) in zip(grads, on_one_device(own, compute), strict=True):
+        placed = jax.device_put(grad, where)
         state = tx.init(placed) if state is None else state
-        got, state = jax.jit(tx.update, donate_argnums=(0, 1))(placed, state)
-        want, want_state = jax.jit(alone.update)(grad, want_state)
+        got, state = update(placed, state)
         for name, leaf in LEAVES.items():
             assert got[name].dtype == state.mu[name].dtype == own
-            error = reference.relative_error(*map(as_float, (state.mu[name], want_state.mu[name])))
+            error = reference.relative_error(*map(as_float, (state.mu[name], momentum[name])))
             assert error <= (1e-6 if own == "float32" else 2**-9)
             blocks = leaf.blocks(as_float(want[name]))
             assert sharded.worst_error(leaf, as_float(got[name]), blocks) <= bar

@@ -1,7 +1,8 @@
 """Shardings that are declared by a function, or by Flax's metadata."""
 
 import warnings
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -17,7 +18,13 @@ from jax.sharding import PartitionSpec as P
 from sharded import FAST, make_mesh
 from shown import plan
 
-from muon_optax import MuonWarning, muon, orthogonalize, scale_by_muon, state_shardings
+from muon_optax import (
+    MuonWarning,
+    muon,
+    orthogonalize,
+    scale_by_muon,
+    state_shardings,
+)
 from muon_optax.sharding.metadata import annotations_of
 from muon_optax.sharding.options import ShardingOptions
 
@@ -121,6 +128,79 @@ class CallableModel(nnx.Module):
 def test_a_model_that_can_be_called_is_a_tree():
     model = CallableModel()
     assert ShardingOptions(model).of(model).params is model
+
+
+# MaxText's views
+
+
+class TheirNumbers(NamedTuple):
+    """MaxText's own `MuonDimensionNumbers`, as its optimizers/muon.py of August 2026 has it."""
+
+    reduction_axis: Sequence[int] | int = 0
+    output_axis: Sequence[int] | int = 1
+    sharding: NamedSharding | None = None
+
+
+def stacked() -> dict[str, np.ndarray]:
+    """Two layers, scanned over axis 1 as MaxText's are, and a norm."""
+    return {"up": reference.matrix(0, 16, 64).reshape(16, 2, 32), "norm": np.ones(16, np.float32)}
+
+
+def their_numbers(sharding: NamedSharding | None) -> Any:
+    return {"up": TheirNumbers((0,), (-1,), sharding), "norm": None}
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_a_sharding_beside_the_axes_counts_as_declared(as_function):
+    where = NamedSharding(mesh(), ROWS)
+    numbers = their_numbers(where)
+    given = (lambda _: numbers) if as_function else numbers
+    tx: Any = muon(0.1, FAST, muon_weight_dimension_numbers=given)
+    params = jax.device_put(stacked(), {"up": where, "norm": NamedSharding(mesh(), WHOLE)})
+    updates, _ = jax.jit(tx.update)(params, tx.init(params), params)  # no warning
+    for layer, grad in enumerate(np.moveaxis(stacked()["up"], 1, 0)):
+        (want,) = reference.muon(grad, [grad], learning_rate=0.1, rows=FAST)
+        assert reference.relative_error(updates["up"][:, layer], want) < 1e-5
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), stacked())
+    (row,) = plan(shapes, None, muon_weight_dimension_numbers=given).rows
+    (declared,) = plan(
+        shapes, {"up": where, "norm": None}, muon_weight_dimension_numbers=given
+    ).rows
+    assert row == declared
+    assert row.spec == "f, -"
+    mu = state_shardings(tx, params).inner_states["muon"].inner_state[0].mu["up"]
+    assert mu.is_equivalent_to(where, 3)
+
+
+def test_param_shardings_count_for_more_than_those_of_views():
+    where = NamedSharding(mesh(), ROWS)
+    columns = {"up": NamedSharding(mesh(), P(None, None, "f")), "norm": None}
+    found = ShardingOptions(columns).of(stacked(), their_numbers(where))
+    assert found.params is columns
+
+
+def test_views_without_shardings_leave_it_to_metadata():
+    box = nn.Partitioned(jax.ShapeDtypeStruct((16, 32), "float32"), ("f", None), mesh())
+    found = ShardingOptions().of({"w": box}, {"w": TheirNumbers()})
+    assert found.params == {("w",): NamedSharding(mesh(), P("f", None))}
+
+
+@pytest.mark.parametrize("piece", [scale_by_muon, orthogonalize])
+def test_pieces_read_the_shardings_of_views(piece):
+    where = NamedSharding(mesh(), ROWS)
+    grads = {"up": jax.device_put(stacked()["up"], where)}
+    tx = piece(FAST, weight_dimension_numbers=TheirNumbers((0,), (-1,), where))
+    jax.jit(tx.update).lower(grads, tx.init(grads))  # no warning
+
+
+def test_other_tuples_with_axes_are_no_views():
+    class Other(NamedTuple):
+        reduction_axis: int = 0
+        output_axis: int = 1
+        heads: int = 4
+
+    with pytest.raises(ValueError, match="matrix views doesn't match"):
+        muon(0.1, muon_weight_dimension_numbers={"w": Other()}).init({"w": np.ones((4, 4))})
 
 
 # Flax's metadata

@@ -178,6 +178,10 @@ CASES: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
         in_shard_map(True, param_shardings=P("f"), mu_shardings=P("f")),
     ),
     (planned((18, 4), ROWS), planned((18, 4), NamedSharding(MESH8, P()))),
+    (
+        on_mesh(muon, "auto", param_shardings=P("embed", "mlp")),
+        on_mesh(muon, "auto", param_shardings=P("f")),
+    ),
     (on_mesh(muon, strategy="gram"), on_mesh(muon, strategy="gather")),
     (on_mesh(muon, strategy=(("v", "gather"),)), on_mesh(muon, strategy=(("w", "gather"),))),
     (planned((16, 32), P("f")), planned((16, 32), ROWS)),

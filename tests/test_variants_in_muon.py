@@ -1,5 +1,6 @@
 """Muon's variants as stages of `muon`, beside the same pieces in a chain and their formulas."""
 
+import functools
 from typing import Any
 
 import jax
@@ -190,11 +191,17 @@ def arrays(seed: int) -> Any:
     return meshes.arrays(seed, SHAPES)
 
 
+@functools.cache
+def on_one_device(name: str) -> Any:
+    """A variant; what several tests run of it is compiled once."""
+    return in_muon(**VARIANTS[name][0])
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_muon_is_the_chain_of_the_same_pieces(name):
-    options, chain = VARIANTS[name]
+    chain = VARIANTS[name][1]
     grads = [arrays(seed) for seed in range(1, 5)]
-    got, state, _ = run(in_muon(**options), arrays(0), grads, jit=True)
+    got, state, _ = run(on_one_device(name), arrays(0), grads, jit=True)
     without = lambda tree: {k: tree[k] for k in VIEWS}  # noqa: E731
     want, _, _ = run(optax.chain(*chain()), without(arrays(0)), list(map(without, grads)), jit=True)
     for t in range(len(grads)):
@@ -213,7 +220,7 @@ def test_muon_is_the_same_on_meshes(name, kind):
     where = {k: jax.NamedSharding(mesh, spec) for k, spec in SPECS.items()}
     options = VARIANTS[name][0]
     grads = [arrays(seed) for seed in range(1, 4)]
-    want, _, _ = run(in_muon(**options), arrays(0), grads, jit=True)
+    want, _, _ = run(on_one_device(name), arrays(0), grads, jit=True)
     tx = in_muon(param_shardings=where, **options)
     params = jax.device_put(arrays(0), where)
     expected = state_shardings(tx, params)
@@ -241,7 +248,7 @@ def test_muon_is_the_same_under_zero_1(name, kind):
     there = {k: jax.NamedSharding(mesh, P("data")) for k in SHAPES}
     options = VARIANTS[name][0]
     grads = [arrays(seed) for seed in range(1, 3)]
-    want, _, _ = run(in_muon(**options), arrays(0), grads, jit=True)
+    want, _, _ = run(on_one_device(name), arrays(0), grads, jit=True)
     tx = in_muon(param_shardings=where, mu_shardings=there, **options)
     params = jax.device_put(arrays(0), where)
     state, update = tx.init(params), jax.jit(tx.update)
@@ -256,7 +263,7 @@ def test_muon_is_the_same_under_zero_1(name, kind):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_run_goes_on_with_the_same_bits(name):
-    tx, grads = in_muon(**VARIANTS[name][0]), [arrays(seed) for seed in range(1, 5)]
+    tx, grads = on_one_device(name), [arrays(seed) for seed in range(1, 5)]
     want, end, _ = run(tx, arrays(0), grads, jit=True)
     _, state, params = run(tx, arrays(0), grads[:2], jit=True)
     saved, update = jax.tree.map(np.asarray, state), jax.jit(tx.update)
@@ -272,10 +279,10 @@ def test_a_run_goes_on_with_the_same_bits(name):
     "name", ["longer side, cautious decay", "adamuon", "namo_d", "muonh", "muonbp", "nordion2"]
 )
 def test_leaves_without_a_gradient_keep_their_moments(name):
-    tx, params = in_muon(**VARIANTS[name][0]), arrays(0)
-    state = tx.init(params)
-    whole, after = tx.update(arrays(1), state, params)
-    updates, new = tx.update(arrays(1) | {"stack": None}, state, params)
+    tx, params = on_one_device(name), arrays(0)
+    state, update = tx.init(params), jax.jit(tx.update)
+    whole, after = update(arrays(1), state, params)
+    updates, new = update(arrays(1) | {"stack": None}, state, params)
     assert updates["stack"] is None
     np.testing.assert_allclose(updates["qkv"], whole["qkv"], rtol=1e-6)
     assert jax.tree.structure(new) == jax.tree.structure(state)
@@ -300,22 +307,24 @@ def test_cautious_decay_is_the_formula_in_a_whole_step():
     assert reference.relative_error(got["up"], want) <= 1e-5
 
 
+@functools.cache
+def after_a_step_of_optax(decay: Any) -> tuple[Any, Any]:
+    """Parameters and the state of optax's Muon; the stack is its first matrix."""
+    params: Any = {k: jnp.asarray(x) for k, x in arrays(0).items()}
+    params["stack"] = params["stack"][0]
+    dims: Any = optax.contrib.MuonDimensionNumbers
+    views: Any = {"qkv": dims(0, 1), "stack": dims(0, 1), "bias": None}
+    theirs: Any = optax.contrib.muon(RATE, weight_decay=decay, muon_weight_dimension_numbers=views)
+    return params, jax.jit(theirs.update)(params, theirs.init(params), params)[1]
+
+
 @pytest.mark.parametrize(
     "name", ["normuon", "longer side, cautious decay", "muonh", "adamuon", "muonbp", "nordion2"]
 )
 def test_a_run_of_optax_goes_on_as_a_variant(name):
     """Its momentum goes on; the states that optax doesn't have begin as at `init`."""
-    params: Any = {k: jnp.asarray(x) for k, x in arrays(0).items()}
-    params["stack"] = params["stack"][0]
+    params, state = after_a_step_of_optax(VARIANTS[name][0].get("weight_decay", 0.0))
     views: Any = {"qkv": VIEWS["qkv"], "stack": MatrixView(0, 1), "bias": None}
-    dims: Any = optax.contrib.MuonDimensionNumbers
-    optaxs: Any = {"qkv": dims(0, 1), "stack": dims(0, 1), "bias": None}
-    theirs: Any = optax.contrib.muon(
-        RATE,
-        weight_decay=VARIANTS[name][0].get("weight_decay", 0.0),
-        muon_weight_dimension_numbers=optaxs,
-    )
-    _, state = theirs.update(params, theirs.init(params), params)
     tx = in_muon(**VARIANTS[name][0], muon_weight_dimension_numbers=views)
     fresh = tx.init(params)
     got = from_optax(state, params, tx)
@@ -325,7 +334,7 @@ def test_a_run_of_optax_goes_on_as_a_variant(name):
         np.testing.assert_array_equal(x, want[path])
     after_optaxs = lambda s: s.inner_states["muon"].inner_state[4:]  # noqa: E731
     jax.tree.map(np.testing.assert_array_equal, after_optaxs(got), after_optaxs(fresh))
-    tx.update(params, got, params)
+    jax.eval_shape(tx.update, params, got, params)
     other = in_muon(muon_weight_dimension_numbers=views | {"stack": None})
     with pytest.raises(ValueError, match=r"can't go on with this optimizer:\n.*mu/stack"):
         from_optax(state, params, other)

@@ -185,7 +185,7 @@ def _traced(config: MuonConfig, params: Any, assignment: Assignment) -> Prepared
 
 def _prepared(config: MuonConfig, params: Any, assignment: Assignment) -> Prepared:
     """What an update of traced parameters prepares; gradients are like these."""
-    where = config.declared.of(params)
+    where = config.declared.of(params, config.views)
     ours, views = assignment.muon_part(to_device(summed(params)))
     _check_meshes(ours, where)
     leaves = bound_leaves(ours, views, where)

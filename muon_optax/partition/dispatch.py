@@ -134,7 +134,7 @@ def _bind(config: MuonConfig, tree: Any, updates: Any, params: Any) -> _Bound:
       What is known.
     """
     like = updates if params is None else params
-    shardings = config.declared.of(like)
+    shardings = config.declared.of(like, config.views)
     whole = whole_shapes(tree, shardings.params)
     assignment = assign(whole, config.views, config.partition)
     views = {d.segments: d.view for d in assignment.decisions if d.view is not None}

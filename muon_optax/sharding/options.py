@@ -7,6 +7,7 @@ import jax
 from muon_optax._internal.tree_paths import is_function, leaves_with_segments, resolve
 from muon_optax.sharding.declared import as_declared, is_spec
 from muon_optax.sharding.metadata import Annotations, annotations_of, usable
+from muon_optax.views.matrix_view import shardings_in_views
 
 __all__ = ["ShardingOptions", "Shardings"]
 
@@ -33,7 +34,7 @@ class ShardingOptions:
 
     Args:
       param_shardings: a tree (or a prefix of one) as in `declared_specs`, a function of the
-        parameters that returns one, or None for what Flax's metadata says.
+        parameters that returns one, or None for what matrix views or Flax's metadata say.
       mu_shardings: the same of the momentum; None is the parameters'.
 
     Raises:
@@ -50,17 +51,26 @@ class ShardingOptions:
         # moves nothing but where an update is computed, so it may be kept beside the state.
         self._annotations: dict[Any, Annotations] = {}
 
-    def of(self, params: Any) -> Shardings:
+    def of(self, params: Any, views: Any = None) -> Shardings:
         """What is declared of these parameters, or of updates in their places.
 
         Functions are called once, with `params`.
+
+        Args:
+          params: the leaves.
+          views: a view, a tree of views or a function that returns one. Where there is no
+            `param_shardings`, the shardings that views carry count, as MaxText's do.
+
+        Returns:
+          The shardings.
         """
         if not jax.tree.leaves(params):  # the placeholder of optax.tree_map_params
             return Shardings()
         momentum = resolve(self._momentum, params)
-        if self._params is None:
-            return Shardings(self._annotated(params), momentum)
-        return Shardings(resolve(self._params, params), momentum)
+        if self._params is not None:
+            return Shardings(resolve(self._params, params), momentum)
+        in_views = shardings_in_views(resolve(views, params))
+        return Shardings(self._annotated(params) if in_views is None else in_views, momentum)
 
     def _annotated(self, params: Any) -> Any:
         """The shardings in Flax's metadata; None where it says none."""

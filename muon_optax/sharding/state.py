@@ -90,7 +90,10 @@ def state_shardings(
 def _told(tx: optax.GradientTransformation, params: Any) -> Shardings:
     """What the one `muon` in a transformation was told, if there is one."""
     found = search_configs(tx, params)
-    return found[0].config.declared.of(params) if len(found) == 1 else Shardings()
+    if len(found) != 1:
+        return Shardings()
+    config = found[0].config
+    return config.declared.of(params, config.views)
 
 
 def _like_params(tx: optax.GradientTransformation, state: Any, params: Any, where: Any) -> Any:

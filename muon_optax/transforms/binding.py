@@ -32,7 +32,7 @@ def binder(views: Views, declared: ShardingOptions) -> Callable[[Any, Any], list
     """
 
     def bind(tree: Any, params: Any) -> list[BoundLeaf]:
-        shardings = declared.of(tree if params is None else params)
+        shardings = declared.of(tree if params is None else params, views)
         bound = _views(whole_shapes(tree, shardings.working), views)
         return bound_leaves(tree, bound, shardings)
 

@@ -8,7 +8,7 @@ nor output axes are batch axes: layers, experts or heads, whose matrices never m
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,15 @@ from optax.contrib import MuonDimensionNumbers
 
 from muon_optax._internal.reshaping import reshaped
 
-__all__ = ["BoundView", "MatrixView", "MuonDimensionNumbers", "View", "bind_view", "is_view"]
+__all__ = [
+    "BoundView",
+    "MatrixView",
+    "MuonDimensionNumbers",
+    "View",
+    "bind_view",
+    "is_view",
+    "shardings_in_views",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,10 +283,37 @@ class BoundView:
 
 View = MuonDimensionNumbers | MatrixView | BoundView
 
+# MaxText's own `MuonDimensionNumbers` has a third field.
+_FIELDS = MuonDimensionNumbers._fields, (*MuonDimensionNumbers._fields, "sharding")
+
 
 def is_view(x: object) -> bool:
-    """Whether `x` is a matrix view, and so a leaf of a tree of views."""
-    return isinstance(x, MuonDimensionNumbers | MatrixView | BoundView)
+    """Whether `x` is a matrix view, and so a leaf of a tree of views.
+
+    So is a named tuple of another package with optax's fields, or with MaxText's, whose third one
+    is a sharding.
+    """
+    is_ours = isinstance(x, MuonDimensionNumbers | MatrixView | BoundView)
+    return is_ours or getattr(x, "_fields", None) in _FIELDS
+
+
+def shardings_in_views(views: Any) -> Any:
+    """The tree of the shardings that views carry beside their axes; None where none does.
+
+    Args:
+      views: a view, a tree of views, or None.
+
+    Returns:
+      A tree like `views` with a `NamedSharding` or None for each view.
+
+    Example:
+      >>> shardings_in_views({"up": MuonDimensionNumbers(0, 1)}) is None
+      True
+    """
+    found = jax.tree.map(
+        lambda x: getattr(x, "sharding", None) if is_view(x) else None, views, is_leaf=is_view
+    )
+    return found if jax.tree.leaves(found) else None
 
 
 def bind_view(view: View, shape: tuple[int, ...]) -> BoundView:
@@ -338,7 +373,7 @@ def _blocks(
     output: tuple[int, ...],
 ) -> tuple[Literal[1, 2], tuple[int, ...], int]:
     """Which axis is cut (1 reduction, 2 output), its block sizes, and how often they repeat."""
-    if isinstance(view, MuonDimensionNumbers):
+    if not isinstance(view, MatrixView):
         return 2, (math.prod(shape[a] for a in output),), 1
     cut = 2 if view.axis == "output" else 1
     length = math.prod(shape[a] for a in (output if cut == 2 else reduction))
