@@ -17,7 +17,8 @@ from muon_optax.sharding.runtime.buffers import Arrays, Elementwise
 from muon_optax.sharding.selected import Chosen, SelectedLeaf, SliceRole, SlicesOf, selected
 from muon_optax.sharding.specs import LeafSharding
 from muon_optax.sharding.trace_context import as_varying, varying_axes
-from muon_optax.transforms.matrix_sums import MatrixSums, Role, all_sums
+from muon_optax.transforms.block_sums import all_sums
+from muon_optax.transforms.matrix_sums import MatrixSums, Role
 from muon_optax.transforms.momentum import Momentum
 
 __all__ = ["Dion2"]

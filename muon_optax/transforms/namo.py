@@ -15,8 +15,9 @@ from muon_optax.partition import Views
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.execution import ExecutionOptions
 from muon_optax.sharding.placement import place
+from muon_optax.transforms.block_sums import all_sums
 from muon_optax.transforms.direction import scale_by_muon
-from muon_optax.transforms.matrix_sums import MatrixSums, Role, all_sums, quotient, squares
+from muon_optax.transforms.matrix_sums import MatrixSums, Role, quotient, squares
 from muon_optax.transforms.moments import holds_moments
 from muon_optax.transforms.momentum import Momentum, combine
 from muon_optax.transforms.momentum_state import MuonState
