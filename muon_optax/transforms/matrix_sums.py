@@ -162,6 +162,11 @@ class MatrixSums:
         return self.leaf
 
     @property
+    def sharding(self) -> LeafSharding:
+        """How sums are sharded: like the leaf along the axes that are left."""
+        return _without_dims(self.leaf.sharding, self.dims)
+
+    @property
     def _fused_dims(self) -> tuple[int, ...]:
         view = self.leaf.view
         return view.reduction_axes if view.cut == 1 else view.output_axes
@@ -278,14 +283,14 @@ class WholeSums:
           leaf: the leaf as it is sharded elsewhere, as its parameter under ZeRO-1; None is here.
         """
         here = self.leaf.sharding
-        there = here if leaf is None else leaf.sharding
+        target = self.sums if leaf is None else dataclasses.replace(self.sums, leaf=leaf)
         if here.mesh is None:
             return whole
         others = [d for d in range(len(here.shape)) if d not in self.dims]
-        block = there.without(_axes(there, (*others, *self.sums.dims))).block_of(whole)
+        block = _without_dims(target.sharding, others).block_of(whole)
         if not set(here.known).difference(here.manual):
             return block
-        ends = [here.without(_axes(here, self.dims)), there.without(_axes(there, self.sums.dims))]
+        ends = [_without_dims(here, self.dims), target.sharding]
         # Without the first, the partitioner would shard what the values are made of, and reduce it
         # a second time.
         for sharding in ends if isinstance(block, Tracer) else ends[1:]:
@@ -308,25 +313,26 @@ def sums_for_norms(sums: MatrixSums) -> MatrixSums | WholeSums:
 
 def sums_and_moments(
     asked: Sequence[MatrixSums | WholeSums],
-    entries: Sequence[jax.Array],
+    entries: Sequence[Sequence[jax.Array]],
     moments: Sequence[jax.Array],
-) -> tuple[list[jax.Array], list[jax.Array]]:
+) -> tuple[list[list[jax.Array]], list[jax.Array]]:
     """Sums, and moving averages of them that are sharded likewise, in one all-reduce.
 
     Args:
-      asked: a row for each sum.
-      entries: what is summed.
-      moments: the moving average of each row, sharded as the `MatrixSums` are.
+      asked: a kind of sums for each leaf.
+      entries: the arrays of each leaf that are summed.
+      moments: the moving averages of each leaf, sharded as its `MatrixSums` are.
 
     Returns:
-      The sums and the averages.
+      The sums of each leaf's arrays, and the averages, whole where sums are.
     """
-    rows = list(zip(asked, entries, strict=True))
+    rows = [(sums, x) for sums, arrays in zip(asked, entries, strict=True) for x in arrays]
     wholes = [i for i, sums in enumerate(asked) if isinstance(sums, WholeSums)]
     also = [(dataclasses.replace(asked[i], is_summed=True), moments[i]) for i in wholes]
-    found = all_sums([*rows, *also])
-    gathered = dict(zip(wholes, found[len(rows) :], strict=True))
-    return found[: len(rows)], [gathered.get(i, x) for i, x in enumerate(moments)]
+    found = iter(all_sums([*rows, *also]))
+    summed = [[next(found) for _ in arrays] for arrays in entries]
+    gathered = dict(zip(wholes, found, strict=True))
+    return summed, [gathered.get(i, x) for i, x in enumerate(moments)]
 
 
 def _on_first_device(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -340,6 +346,6 @@ def _manual_axes(sharding: LeafSharding, dims: Sequence[int]) -> tuple[str, ...]
     return tuple(a for d in dims for a in spec[d] if a in sharding.manual)
 
 
-def _axes(sharding: LeafSharding, dims: Sequence[int]) -> tuple[str, ...]:
-    """All mesh axes of dims, those of size 1 too."""
-    return tuple(a for d in dims for a in sharding.type_key[d])
+def _without_dims(sharding: LeafSharding, dims: Sequence[int]) -> LeafSharding:
+    """The sharding with no mesh axes on dims, not even those of size 1."""
+    return sharding.without(tuple(a for d in dims for a in sharding.type_key[d]))

@@ -197,11 +197,12 @@ class _NeuronScaling:
         ]
         averaged = [_averaged(rows[i][0], role) for i, role in keys]
         asked = averaged if self.restore is None else list(map(sums_for_norms, averaged))
-        of_neurons, old = sums_and_moments(
+        summed, old = sums_and_moments(
             asked,
-            [squares(rows[i][1]) for i, _ in keys],
+            [(squares(rows[i][1]),) for i, _ in keys],
             [moments[role][i] for i, role in keys],
         )
+        of_neurons = [squared for (squared,) in summed]
         new = list(map(self._averages, averaged, old, of_neurons))
         gains = [quotient(1, self._divisor(nu)) for nu in new]
         if self.restore is not None:
