@@ -31,8 +31,8 @@ __all__ = [
     "products",
     "quotient",
     "squares",
+    "sums_across",
     "sums_and_moments",
-    "sums_for_norms",
 ]
 
 Role = Literal["reduction", "output"]
@@ -299,16 +299,26 @@ class WholeSums:
         return block
 
 
-def sums_for_norms(sums: MatrixSums) -> MatrixSums | WholeSums:
-    """Sums over one side of matrices, of which others over their other side will be made.
+def sums_across(sums: Sequence[MatrixSums], *, of_norms: bool) -> list[MatrixSums | WholeSums]:
+    """Sums over one side of matrices, which with all that is made of them take one all-reduce.
+
+    Args:
+      sums: a row for each leaf.
+      of_norms: whether norms of the whole matrices are made of the sums.
 
     Returns:
-      The sums; where mesh axes shard both sides, those of the whole leaf.
+      Sums of the whole leaf where both sides are sharded and one all-reduce wouldn't do: for norms,
+      or where leaves are sharded the other way round and the mesh axes to reduce over differ.
     """
-    sharding, axes = sums.leaf.sharding, sums.leaf.view.stack_axes
-    others = [d for d in axes if d not in sums.dims]
-    is_across = sharding.axes_of(sums.dims) and sharding.axes_of(others)
-    return WholeSums(sums, axes) if is_across else sums
+    across = {
+        i: axes
+        for i, x in enumerate(sums)
+        if (axes := x.leaf.sharding.axes_of(x.dims))
+        and x.leaf.sharding.axes_of([d for d in x.leaf.view.stack_axes if d not in x.dims])
+    }
+    if not of_norms and len(set(across.values())) < 2:
+        return list(sums)
+    return [WholeSums(x, x.leaf.view.stack_axes) if i in across else x for i, x in enumerate(sums)]
 
 
 def sums_and_moments(

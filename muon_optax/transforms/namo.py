@@ -24,8 +24,8 @@ from muon_optax.transforms.matrix_sums import (
     WholeSums,
     quotient,
     squares,
+    sums_across,
     sums_and_moments,
-    sums_for_norms,
 )
 from muon_optax.transforms.moments import holds_moments
 from muon_optax.transforms.momentum import Momentum, combine
@@ -297,16 +297,16 @@ class _Namo:
         ]
         moments = moments_of(old.nu, updates, shapes)
         weights = self.momentum.weights(count).mix
-        asked, entries = [], []
+        mine = [self.factor.sums(leaf) for leaf in ready.leaves]
+        asked: list[MatrixSums | WholeSums] = [*mine]
+        if self.factor.each == "input":
+            asked = sums_across(mine, of_norms=True)
+        entries = []
         rows = zip(jax.tree.leaves(ready.updates), jax.tree.leaves(mu), strict=True)
         for i, (grad, buffer) in enumerate(rows):
-            sums = self.factor.sums(ready.leaves[i])
             if ready.moves[i] is not None:
                 # Under ZeRO-1 sums are sharded like the momentum, the averages like parameters.
-                moments[i] = place(moments[i], [sums.sharding])
-                sums = WholeSums(sums, tuple(range(len(leaves[i].shape))))
-            elif self.factor.each == "input":
-                sums = sums_for_norms(sums)
-            asked.append(sums)
+                moments[i] = place(moments[i], [mine[i].sharding])
+                asked[i] = WholeSums(mine[i], tuple(range(len(leaves[i].shape))))
             entries.append([squares(combine(weights, buffer, grad)), squares(grad)])
         return asked, *sums_and_moments(asked, entries, moments)

@@ -20,8 +20,8 @@ from muon_optax.transforms.matrix_sums import (
     WholeSums,
     quotient,
     squares,
+    sums_across,
     sums_and_moments,
-    sums_for_norms,
 )
 from muon_optax.transforms.moments import holds_moments
 from muon_optax.transforms.stage import Leaves, MatrixTransformation, Stage
@@ -196,7 +196,7 @@ class _NeuronScaling:
             (i, role) for i, (leaf, _) in enumerate(rows) for role in self._roles(leaf.view)
         ]
         averaged = [_averaged(rows[i][0], role) for i, role in keys]
-        asked = averaged if self.restore is None else list(map(sums_for_norms, averaged))
+        asked = sums_across(averaged, of_norms=self.restore is not None)
         summed, old = sums_and_moments(
             asked,
             [(squares(rows[i][1]),) for i, _ in keys],
