@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["as_dtype", "compute_dtype", "scaled", "wide_dtype"]
+__all__ = ["as_dtype", "compute_dtype", "scaled", "wide_dtype", "widened"]
 
 
 def wide_dtype(*dtypes: Any) -> jnp.dtype:
@@ -18,6 +18,17 @@ def wide_dtype(*dtypes: Any) -> jnp.dtype:
     """
     with jax.numpy_dtype_promotion("standard"):  # the widening is meant
         return functools.reduce(jnp.promote_types, dtypes, jnp.dtype(jnp.float32))
+
+
+def widened(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Arrays in the dtype to form sums of them in.
+
+    Example:
+      >>> [x.dtype.name for x in widened(jnp.ones(2, "bfloat16"), jnp.ones(2, "float16"))]
+      ['float32', 'float32']
+    """
+    dtype = wide_dtype(*(x.dtype for x in arrays))
+    return tuple(x.astype(dtype) for x in arrays)
 
 
 def as_dtype(x: Any, dtype: Any) -> jax.Array:

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from muon_optax._internal.checks import check_choice, check_number
-from muon_optax._internal.dtypes import wide_dtype
+from muon_optax._internal.dtypes import widened
 from muon_optax.partition import Views
-from muon_optax.transforms.matrix_sums import MatrixSums, all_sums, products, quotient, squares
+from muon_optax.transforms.block_sums import all_sums
+from muon_optax.transforms.matrix_sums import MatrixSums, products, quotient, squares
 from muon_optax.transforms.stage import Leaves, MatrixTransformation, Stage
 from muon_optax.transforms.standalone import standalone, weights_of
 
@@ -84,7 +85,7 @@ class _Brake:
         arrays, treedef = jax.tree.flatten(updates)
         weights = weights_of(params, updates, "radial_brake")
         rows = [
-            (MatrixSums(leaf), *_widened(w, x))
+            (MatrixSums(leaf), *widened(w, x))
             for leaf, w, x in zip(leaves, weights, arrays, strict=True)
         ]
         summed = all_sums([(sums, y) for sums, w, x in rows for y in self._summed(w, x)])
@@ -135,11 +136,6 @@ class _Brake:
         norm = jnp.sqrt(wanted**2 + across)
         shrinks = jnp.where(wanted == 0, -1, quotient(-across, norm * (norm + wanted)))
         return shrinks * (1 + added) + added, shrinks + 1
-
-
-def _widened(weights: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-    dtype = wide_dtype(weights.dtype, step.dtype)
-    return weights.astype(dtype), step.astype(dtype)
 
 
 def _norm_or_zero(squared: jax.Array) -> jax.Array:

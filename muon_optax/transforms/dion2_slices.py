@@ -16,13 +16,12 @@ from muon_optax.sharding.placement import on_mesh_of, place
 from muon_optax.sharding.runtime.buffers import Arrays, Elementwise
 from muon_optax.sharding.selected import Chosen, SelectedLeaf, SliceRole, SlicesOf, selected
 from muon_optax.sharding.specs import LeafSharding
-from muon_optax.sharding.trace_context import as_varying, varying_axes
-from muon_optax.transforms.matrix_sums import MatrixSums, Role, all_sums
+from muon_optax.transforms.block_sums import all_sums
+from muon_optax.transforms.matrix_sums import MatrixSums, Role, WholeSums
 from muon_optax.transforms.momentum import Momentum
 
 __all__ = ["Dion2"]
 
-_ROLES: dict[SliceRole, Role] = {"output": "output", "input": "reduction"}
 _OTHER: dict[SliceRole, Role] = {"output": "reduction", "input": "output"}
 
 
@@ -136,36 +135,6 @@ _AS_IT_IS = Elementwise(prepare=lambda scalars, x: x, keep=lambda scalars, x: ()
 
 
 @dataclasses.dataclass(frozen=True)
-class _Scores:
-    """L1 norms of slices, of all places along a role, on each device that has a part of a matrix.
-
-    Attributes:
-      leaf: the leaf, whose mesh axes are Manual.
-      role: what the slices are of.
-    """
-
-    leaf: BoundLeaf
-    role: SliceRole
-
-    @property
-    def dims(self) -> tuple[int, ...]:
-        """All matrix axes: the sums of other devices' places are added as well."""
-        return self.leaf.view.stack_axes
-
-    def block_sums(self, sharding: LeafSharding, x: jax.Array) -> jax.Array:
-        """This device's part of the norms, between zeros."""
-        x = MatrixSums(self.leaf, (_OTHER[self.role],)).block_sums(sharding, x)
-        for dim in MatrixSums(self.leaf, (_ROLES[self.role],)).dims:
-            axes = _manual_axes(sharding, dim)
-            if axes:
-                shape = (*x.shape[:dim], sharding.shape[dim], *x.shape[dim + 1 :])
-                zeros = as_varying(jnp.zeros(shape, x.dtype), varying_axes(x))
-                start = jax.lax.axis_index(axes) * x.shape[dim]
-                x = jax.lax.dynamic_update_slice_in_dim(zeros, x, start, dim)
-        return x
-
-
-@dataclasses.dataclass(frozen=True)
 class _Select:
     """Adds gradients to the momentum, and takes the largest slices; on one device."""
 
@@ -203,7 +172,7 @@ class _Select:
             if not row.selects_all
             for role in row.used_roles
         ]
-        scores = all_sums([(_Scores(leaves[i], role), jnp.abs(new[i])) for i, role in keys])
+        scores = all_sums([(_norms(leaves[i], role), jnp.abs(new[i])) for i, role in keys])
         scored = list(zip(keys, scores, strict=True))
         lines = [self.rows[i][0].lines(norms, role) for (i, role), norms in scored]
         found = iter(largest_of_each([line for of_leaf in lines for line in of_leaf]))
@@ -212,6 +181,11 @@ class _Select:
             mine = [next(found) for _ in of_leaf]
             chosen[i][role] = self.rows[i][0].choice(mine, norms.shape, role)
         return chosen
+
+
+def _norms(leaf: BoundLeaf, role: SliceRole) -> WholeSums:
+    """L1 norms, from absolute values, of all slices along a role."""
+    return WholeSums(MatrixSums(leaf, (_OTHER[role],)), leaf.view.stack_axes)
 
 
 def _picked(

@@ -11,7 +11,8 @@ import optax
 from muon_optax._internal.checks import check_decay, check_number
 from muon_optax._internal.dtypes import wide_dtype
 from muon_optax.partition import Views
-from muon_optax.transforms.matrix_sums import MatrixSums, all_sums, quotient, squares
+from muon_optax.transforms.block_sums import all_sums
+from muon_optax.transforms.matrix_sums import MatrixSums, quotient, squares
 from muon_optax.transforms.moments import holds_moments
 from muon_optax.transforms.stage import Leaves, MatrixTransformation, Stage
 from muon_optax.transforms.standalone import (

@@ -7,29 +7,32 @@ that needs norms or means of matrices takes them from here.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from muon_optax._internal.dtypes import wide_dtype
 from muon_optax.sharding.bound_leaf import BoundLeaf
+from muon_optax.sharding.placement import place
 from muon_optax.sharding.specs import LeafSharding
-from muon_optax.sharding.trace_context import varying_axes
+from muon_optax.sharding.trace_context import as_varying, varying_axes
+from muon_optax.transforms.block_sums import BlockSums, all_sums
 
 __all__ = [
     "AxisSums",
-    "BlockSums",
     "MatrixSums",
     "Role",
     "Sums",
-    "all_sums",
+    "WholeSums",
     "products",
     "quotient",
     "squares",
+    "sums_across",
+    "sums_and_moments",
 ]
 
 Role = Literal["reduction", "output"]
@@ -65,24 +68,6 @@ def quotient(x: jax.typing.ArrayLike, y: jax.Array) -> jax.Array:
     """
     is_zero = y == 0
     return jnp.where(is_zero, 0, x / jnp.where(is_zero, 1, y))
-
-
-class BlockSums(Protocol):
-    """What the devices that share a leaf each sum over their block, to be summed over them."""
-
-    @property
-    def leaf(self) -> BoundLeaf:
-        """The leaf."""
-        ...
-
-    @property
-    def dims(self) -> tuple[int, ...]:
-        """The axes that are summed over."""
-        ...
-
-    def block_sums(self, sharding: LeafSharding, x: jax.Array) -> jax.Array:
-        """The sums over one device's block, where the sharding has Manual axes."""
-        ...
 
 
 class Sums(BlockSums, Protocol):
@@ -172,6 +157,16 @@ class MatrixSums:
         return tuple(sorted(a for role in self.over for a in axes[role]))
 
     @property
+    def result_leaf(self) -> BoundLeaf:
+        """A leaf that is sharded as results are."""
+        return self.leaf
+
+    @property
+    def sharding(self) -> LeafSharding:
+        """How sums are sharded: like the leaf along the axes that are left."""
+        return _without_dims(self.leaf.sharding, self.dims)
+
+    @property
     def _fused_dims(self) -> tuple[int, ...]:
         view = self.leaf.view
         return view.reduction_axes if view.cut == 1 else view.output_axes
@@ -228,114 +223,139 @@ class AxisSums:
         return sums
 
 
-def all_sums(rows: Sequence[tuple[BlockSums, jax.Array]]) -> list[jax.Array]:
-    """The sums of several arrays, in one all-reduce for all that are over the same mesh axes.
+@dataclasses.dataclass(frozen=True)
+class WholeSums:
+    """Sums over one side of matrices, of which each device gets those of the whole leaf.
 
-    Pieces ask for the sums of all their leaves at once. XLA would merge the all-reduces of one
-    piece, but where two pieces follow each other it merges a leaf's second with the next leaf's
-    first, after which the rest can't be merged: 12 leaves would take 13 all-reduces, not two.
+    Where both sides are sharded, what is made of all the sums of a matrix, as its norm of its
+    neurons', would take a second all-reduce after that of the sums. Here each device adds its part
+    between zeros, at its place of an array that is whole, and one all-reduce over the mesh axes of
+    both sides gives every device all sums.
 
-    Args:
-      rows: sums and what is summed: an array of the leaf's shape (a block of it inside a
-        shard_map).
-
-    Returns:
-      The sums of each row.
+    Attributes:
+      sums: over one side.
+      dims: the axes of the leaf along which results are whole.
+      is_summed: whether what is given are sums already, as a moving average of them.
 
     Example:
       >>> from muon_optax.transforms.binding import bind_leaves
       >>> (leaf,) = bind_leaves(jnp.ones((2, 3)))
-      >>> [float(x[0, 0]) for x in all_sums([(MatrixSums(leaf), jnp.ones((2, 3)))] * 2)]
-      [6.0, 6.0]
+      >>> columns = WholeSums(MatrixSums(leaf, ("reduction",)), leaf.view.stack_axes)
+      >>> all_sums([(columns, jnp.ones((2, 3)))])[0].tolist()
+      [[2.0, 2.0, 2.0]]
     """
-    shardings = [sums.leaf.sharding for sums, _ in rows]
-    # Along Manual axes there is a psum; along others JAX places the all-reduce. Where several dims
-    # are sharded, the partitioner would reduce over the mesh axes of one dim after those of
-    # another. A shard_map makes it one all-reduce.
-    least = 2 if len(rows) == 1 else 1
-    groups: dict[tuple[frozenset[str], Any], list[int]] = {}
-    for i, (sums, x) in enumerate(rows):
-        open_axes = frozenset(shardings[i].known) - set(shardings[i].manual)
-        sharded = [
-            d
-            for d in sums.dims
-            if x.shape[d] > 1 and open_axes.intersection(shardings[i].axes_of([d]))
-        ]
-        is_mapped = len(sharded) >= least and _takes_shard_map(shardings[i], x)
-        kind = (open_axes, shardings[i].mesh) if is_mapped else (frozenset(), None)
-        groups.setdefault(kind, []).append(i)
-    results: dict[int, jax.Array] = {}
-    for (open_axes, _), members in groups.items():
-        of_group = [rows[i] for i in members]
-        found = (
-            _mapped_sums(of_group, set(open_axes))
-            if open_axes
-            else _reduced(of_group, [shardings[i] for i in members])
-        )
-        results |= dict(zip(members, found, strict=True))
-    return [results[i] for i in range(len(rows))]
+
+    sums: MatrixSums
+    dims: tuple[int, ...]
+    is_summed: bool = False
+
+    @property
+    def leaf(self) -> BoundLeaf:
+        """The leaf."""
+        return self.sums.leaf
+
+    @property
+    def result_leaf(self) -> BoundLeaf:
+        """A leaf that is sharded as results are: not at all."""
+        return dataclasses.replace(self.leaf, sharding=LeafSharding(self.leaf.shape))
+
+    def block_sums(self, sharding: LeafSharding, x: jax.Array) -> jax.Array:
+        """This device's part of all sums."""
+        summed = self.sums.dims
+        if self.is_summed:
+            x = _on_first_device(x, _manual_axes(sharding, summed))
+        else:
+            x = self.sums.block_sums(sharding, x)
+        for dim in self.dims:
+            axes = () if dim in summed else _manual_axes(sharding, [dim])
+            if axes:
+                shape = (*x.shape[:dim], sharding.shape[dim], *x.shape[dim + 1 :])
+                zeros = as_varying(jnp.zeros(shape, x.dtype), varying_axes(x))
+                start = jax.lax.axis_index(axes) * x.shape[dim]
+                x = jax.lax.dynamic_update_slice_in_dim(zeros, x, start, dim)
+        return x
+
+    def blocks_of(self, whole: jax.Array, leaf: BoundLeaf | None = None) -> jax.Array:
+        """Values for each sum of the whole leaf, sharded as sums over the leaf are.
+
+        Args:
+          whole: what is made of the sums.
+          leaf: the leaf as it is sharded elsewhere, as its parameter under ZeRO-1; None is here.
+        """
+        here = self.leaf.sharding
+        target = self.sums if leaf is None else dataclasses.replace(self.sums, leaf=leaf)
+        if here.mesh is None:
+            return whole
+        others = [d for d in range(len(here.shape)) if d not in self.dims]
+        block = _without_dims(target.sharding, others).block_of(whole)
+        if not set(here.known).difference(here.manual):
+            return block
+        ends = [_without_dims(here, self.dims), target.sharding]
+        # Without the first, the partitioner would shard what the values are made of, and reduce it
+        # a second time.
+        for sharding in ends if isinstance(block, Tracer) else ends[1:]:
+            spec = sharding.written or PartitionSpec()
+            block = place(block, [NamedSharding(here.mesh, spec)])
+        return block
 
 
-def _mapped_sums(
-    rows: Sequence[tuple[BlockSums, jax.Array]], open_axes: set[str]
-) -> Sequence[jax.Array]:
-    """The sums, in a shard_map over mesh axes that aren't Manual yet."""
-    inner, ins, outs = [], [], []
-    for sums, x in rows:
-        sharding = sums.leaf.sharding
-        spec = (*sharding.partition_spec, *[None] * (x.ndim - len(sharding.partition_spec)))
-        spec = [None if n == 1 else a for n, a in zip(x.shape, spec, strict=True)]
-        ins.append(PartitionSpec(*spec))
-        outs.append(PartitionSpec(*(None if d in sums.dims else a for d, a in enumerate(spec))))
-        inner.append(dataclasses.replace(sharding, manual=(*sharding.manual, *open_axes)))
-    return jax.shard_map(
-        lambda *arrays: tuple(
-            _reduced([(s, x) for (s, _), x in zip(rows, arrays, strict=True)], inner)
-        ),
-        mesh=rows[0][0].leaf.sharding.mesh,
-        in_specs=tuple(ins),
-        out_specs=tuple(outs),
-        axis_names=open_axes,
-    )(*[x for _, x in rows])
+def sums_across(sums: Sequence[MatrixSums], *, of_norms: bool) -> list[MatrixSums | WholeSums]:
+    """Sums over one side of matrices, which with all that is made of them take one all-reduce.
 
+    Args:
+      sums: a row for each leaf.
+      of_norms: whether norms of the whole matrices are made of the sums.
 
-def _reduced(
-    rows: Sequence[tuple[BlockSums, jax.Array]], shardings: Sequence[LeafSharding]
-) -> list[jax.Array]:
-    """The sums, psummed over the Manual axes of the dims: one psum for each set of axes."""
-    results, groups = [], {}
-    for i, ((sums, x), sharding) in enumerate(zip(rows, shardings, strict=True)):
-        results.append(sums.block_sums(sharding, x))
-        axes = tuple(a for a in sharding.axes_of(sums.dims) if a in sharding.manual)
-        axes += _axes_of_size_1(results[i])
-        if axes:
-            kind = (axes, results[i].dtype, frozenset(varying_axes(results[i])))
-            groups.setdefault(kind, []).append(i)
-    for (axes, *_), members in groups.items():
-        flat = [results[i].reshape(-1) for i in members]
-        reduced = jax.lax.psum(jnp.concatenate(flat) if len(flat) > 1 else flat[0], axes)
-        parts = jnp.split(reduced, np.cumsum([x.size for x in flat])[:-1])
-        for i, part in zip(members, parts, strict=True):
-            results[i] = part.reshape(results[i].shape)
-    return results
-
-
-def _axes_of_size_1(x: jax.Array) -> tuple[str, ...]:
-    """Manual axes of size 1 over which an array varies by its type.
-
-    `LeafSharding` leaves them out, but the type of the sums must not vary over them either:
-    the user's shard_map checks it.
+    Returns:
+      Sums of the whole leaf where both sides are sharded and one all-reduce wouldn't do: for norms,
+      or where leaves are sharded the other way round and the mesh axes to reduce over differ.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    varying = varying_axes(x)
-    return tuple(a for a in mesh.manual_axes if a in varying and mesh.shape[a] == 1)
+    across = {
+        i: axes
+        for i, x in enumerate(sums)
+        if (axes := x.leaf.sharding.axes_of(x.dims))
+        and x.leaf.sharding.axes_of([d for d in x.leaf.view.stack_axes if d not in x.dims])
+    }
+    if not of_norms and len(set(across.values())) < 2:
+        return list(sums)
+    return [WholeSums(x, x.leaf.view.stack_axes) if i in across else x for i, x in enumerate(sums)]
 
 
-def _takes_shard_map(sharding: LeafSharding, x: jax.Array) -> bool:
-    """Whether an array can be given to a shard_map over its mesh, and it costs nothing."""
-    mesh = sharding.mesh
-    is_elsewhere = (
-        mesh is not None and mesh.explicit_axes and jax.typeof(x).sharding.mesh.empty
-    )  # as the placeholders of `eval_shape`
-    # Outside of jit a shard_map would be compiled anew, operation by operation, in every step.
-    return isinstance(x, Tracer) and not is_elsewhere
+def sums_and_moments(
+    asked: Sequence[MatrixSums | WholeSums],
+    entries: Sequence[Sequence[jax.Array]],
+    moments: Sequence[jax.Array],
+) -> tuple[list[list[jax.Array]], list[jax.Array]]:
+    """Sums, and moving averages of them that are sharded likewise, in one all-reduce.
+
+    Args:
+      asked: a kind of sums for each leaf.
+      entries: the arrays of each leaf that are summed.
+      moments: the moving averages of each leaf, sharded as its `MatrixSums` are.
+
+    Returns:
+      The sums of each leaf's arrays, and the averages, whole where sums are.
+    """
+    rows = [(sums, x) for sums, arrays in zip(asked, entries, strict=True) for x in arrays]
+    wholes = [i for i, sums in enumerate(asked) if isinstance(sums, WholeSums)]
+    also = [(dataclasses.replace(asked[i], is_summed=True), moments[i]) for i in wholes]
+    found = iter(all_sums([*rows, *also]))
+    summed = [[next(found) for _ in arrays] for arrays in entries]
+    gathered = dict(zip(wholes, found, strict=True))
+    return summed, [gathered.get(i, x) for i, x in enumerate(moments)]
+
+
+def _on_first_device(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """What all devices along mesh axes have, on the first of them; zeros on the others."""
+    return jnp.where(jax.lax.axis_index(axes) == 0, x, 0) if axes else x
+
+
+def _manual_axes(sharding: LeafSharding, dims: Sequence[int]) -> tuple[str, ...]:
+    """Manual mesh axes that shard dims; those of one dim major to minor."""
+    spec = sharding.spec or ((),) * len(sharding.shape)
+    return tuple(a for d in dims for a in spec[d] if a in sharding.manual)
+
+
+def _without_dims(sharding: LeafSharding, dims: Sequence[int]) -> LeafSharding:
+    """The sharding with no mesh axes on dims, not even those of size 1."""
+    return sharding.without(tuple(a for d in dims for a in sharding.type_key[d]))

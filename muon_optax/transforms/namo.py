@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -15,8 +16,17 @@ from muon_optax.partition import Views
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.execution import ExecutionOptions
 from muon_optax.sharding.placement import place
+from muon_optax.transforms.block_sums import all_sums
 from muon_optax.transforms.direction import scale_by_muon
-from muon_optax.transforms.matrix_sums import MatrixSums, Role, all_sums, quotient, squares
+from muon_optax.transforms.matrix_sums import (
+    MatrixSums,
+    Role,
+    WholeSums,
+    quotient,
+    squares,
+    sums_across,
+    sums_and_moments,
+)
 from muon_optax.transforms.moments import holds_moments
 from muon_optax.transforms.momentum import Momentum, combine
 from muon_optax.transforms.momentum_state import MuonState
@@ -74,23 +84,39 @@ class Namo:
 
     def of(
         self,
-        leaf: BoundLeaf,
-        of_mix: jax.Array,
-        nu: jax.Array,
+        leaves: Sequence[BoundLeaf],
+        of_mix: Sequence[jax.Array],
+        nu: Sequence[jax.Array],
         count: jax.Array,
         beta: jax.typing.ArrayLike,
-    ) -> jax.Array:
-        """The factor of a leaf, of the mix's sums of squares and the new moving average."""
-        factor = quotient(jnp.sqrt(of_mix), jnp.sqrt(nu) + jnp.asarray(self.eps, nu.dtype))
+    ) -> list[jax.Array]:
+        """The factors of leaves, of the mix's sums of squares and the new moving averages."""
+        factors = [
+            quotient(jnp.sqrt(squared), jnp.sqrt(x) + jnp.asarray(self.eps, x.dtype))
+            for squared, x in zip(of_mix, nu, strict=True)
+        ]
         if self.each == "input":
-            inputs = MatrixSums(leaf, ("reduction",))
-            mean = inputs.broadcast(inputs.of(factor) / inputs.counts.astype(nu.dtype))
-            factor = jnp.clip(factor, self.clamp * mean, mean / self.clamp)
-        if self.bias_correction:
-            t = count.astype(nu.dtype)
-            rest, rest2 = (1 - jnp.asarray(x, nu.dtype) ** t for x in (beta, self.beta2))
-            factor = factor * (jnp.sqrt(rest2) / (rest + 1e-12))
-        return self.sums(leaf).broadcast(factor)
+            factors = self._clamped(leaves, factors)
+        if not self.bias_correction:
+            return factors
+        corrected = []
+        for factor in factors:
+            t = count.astype(factor.dtype)
+            rest, rest2 = (1 - jnp.asarray(x, factor.dtype) ** t for x in (beta, self.beta2))
+            corrected.append(factor * (jnp.sqrt(rest2) / (rest + 1e-12)))
+        return corrected
+
+    def _clamped(
+        self, leaves: Sequence[BoundLeaf], factors: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """Factors of inputs, near the mean of their matrix."""
+        inputs = [MatrixSums(leaf, ("reduction",)) for leaf in leaves]
+        found = zip(inputs, factors, all_sums(list(zip(inputs, factors, strict=True))), strict=True)
+        clamped = []
+        for sums, factor, total in found:
+            mean = sums.broadcast(total / sums.counts.astype(total.dtype))
+            clamped.append(jnp.clip(factor, self.clamp * mean, mean / self.clamp))
+        return clamped
 
 
 @holds_moments("nu")
@@ -240,35 +266,47 @@ class _Namo:
         check_state_type(state, NamoState)
         direction, muon = self.direction.update(updates, state.muon, params, leaves, **extra_args)
         direction, then = self.then.update(direction, state.then, params, leaves, **extra_args)
-        of_mix, of_grads = self._sums_of_squares(updates, state.muon, params, muon.count, leaves)
-        old = moments_of(state.nu, updates, [x.shape for x in of_grads])
-        pairs = zip(old, of_grads, strict=True)
-        new = [moving_average(self.factor.beta2, nu, x) for nu, x in pairs]
-        rows = zip(leaves, of_mix, new, strict=True)
-        beta = self.momentum.beta
-        factors = [self.factor.of(*row, muon.count, beta) for row in rows]
+        asked, summed, old = self._summed(updates, state, params, muon.count, leaves)
+        new = [
+            moving_average(self.factor.beta2, nu, of_grad)
+            for nu, (_, of_grad) in zip(old, summed, strict=True)
+        ]
+        of_mix = [squared for squared, _ in summed]
+        spaces = [sums.result_leaf for sums in asked]
+        found = self.factor.of(spaces, of_mix, new, muon.count, self.momentum.beta)
+        factors = []
+        for i, (leaf, sums) in enumerate(zip(leaves, asked, strict=True)):
+            if isinstance(sums, WholeSums):
+                found[i], new[i] = (sums.blocks_of(x, leaf) for x in (found[i], new[i]))
+            factors.append(self.factor.sums(leaf).broadcast(found[i]))
         arrays, treedef = jax.tree.flatten(direction)
         results = [scaled(x, f) for x, f in zip(arrays, factors, strict=True)]
         nu = restored(new, updates, state.nu)
         return treedef.unflatten(results), NamoState(muon, nu, then)
 
-    def _sums_of_squares(
-        self, updates: Any, old: MuonState, params: Any, count: jax.Array, leaves: Leaves
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Those of the mix that is orthogonalised, and of the gradient, sharded like parameters."""
-        mu = restructured_like(old.mu, updates)
+    def _summed(
+        self, updates: Any, old: NamoState, params: Any, count: jax.Array, leaves: Leaves
+    ) -> tuple[list[MatrixSums | WholeSums], list[list[jax.Array]], list[jax.Array]]:
+        """What sums squares where the momentum is, these of mix and gradient, and old averages."""
+        mu = restructured_like(old.muon.mu, updates)
         like = updates if params is None else restructured_like(params, updates)
         ready = ExecutionOptions().prepare(updates, mu, like, leaves, None)
-        weights = self.momentum.weights(count).mix
-        rows = []
-        pairs = zip(jax.tree.leaves(ready.updates), jax.tree.leaves(mu), strict=True)
-        for leaf, (grad, buffer) in zip(ready.leaves, pairs, strict=True):
-            sums = self.factor.sums(leaf)
-            rows += [(sums, squares(combine(weights, buffer, grad))), (sums, squares(grad))]
-        found = all_sums(rows)
-        # Under ZeRO-1 the sums are sharded like the momentum, the state of them like parameters.
-        ends = [
-            move and move.without(move.axes_of(self.factor.sums(leaf).dims))
-            for leaf, move in zip(leaves, ready.moves, strict=True)
+        shapes = [
+            self.factor.sums(leaf).shape(x.shape)
+            for leaf, x in zip(leaves, jax.tree.leaves(updates), strict=True)
         ]
-        return place(found[::2], ends), place(found[1::2], ends)
+        moments = moments_of(old.nu, updates, shapes)
+        weights = self.momentum.weights(count).mix
+        mine = [self.factor.sums(leaf) for leaf in ready.leaves]
+        asked: list[MatrixSums | WholeSums] = [*mine]
+        if self.factor.each == "input":
+            asked = sums_across(mine, of_norms=True)
+        entries = []
+        rows = zip(jax.tree.leaves(ready.updates), jax.tree.leaves(mu), strict=True)
+        for i, (grad, buffer) in enumerate(rows):
+            if ready.moves[i] is not None:
+                # Under ZeRO-1 sums are sharded like the momentum, the averages like parameters.
+                moments[i] = place(moments[i], [mine[i].sharding])
+                asked[i] = WholeSums(mine[i], tuple(range(len(leaves[i].shape))))
+            entries.append([squares(combine(weights, buffer, grad)), squares(grad)])
+        return asked, *sums_and_moments(asked, entries, moments)

@@ -13,7 +13,16 @@ from muon_optax._internal.checks import check_choice, check_decay, check_flag, c
 from muon_optax._internal.dtypes import scaled
 from muon_optax.partition import Views
 from muon_optax.sharding.bound_leaf import BoundLeaf
-from muon_optax.transforms.matrix_sums import MatrixSums, Role, all_sums, quotient, squares
+from muon_optax.transforms.block_sums import all_sums
+from muon_optax.transforms.matrix_sums import (
+    MatrixSums,
+    Role,
+    WholeSums,
+    quotient,
+    squares,
+    sums_across,
+    sums_and_moments,
+)
 from muon_optax.transforms.moments import holds_moments
 from muon_optax.transforms.stage import Leaves, MatrixTransformation, Stage
 from muon_optax.transforms.standalone import (
@@ -187,24 +196,34 @@ class _NeuronScaling:
             (i, role) for i, (leaf, _) in enumerate(rows) for role in self._roles(leaf.view)
         ]
         averaged = [_averaged(rows[i][0], role) for i, role in keys]
-        of_neurons = all_sums(
-            [(sums, squares(rows[i][1])) for sums, (i, _) in zip(averaged, keys, strict=True)]
+        asked = sums_across(averaged, of_norms=self.restore is not None)
+        summed, old = sums_and_moments(
+            asked,
+            [(squares(rows[i][1]),) for i, _ in keys],
+            [moments[role][i] for i, role in keys],
         )
-        new, gains = [], []
-        for (i, role), sums, squared in zip(keys, averaged, of_neurons, strict=True):
-            old = moments[role][i]
-            nu = moving_average(self.beta2, old, squared / sums.counts.astype(old.dtype))
-            if self.skip_zeros:
-                nu = jnp.where(squared == 0, old, nu)
-            eps = jnp.asarray(self.eps, nu.dtype)
-            root = jnp.sqrt(nu) + eps if self.guard == "root" else jnp.sqrt(jnp.maximum(nu, eps))
-            new.append(nu)
-            gains.append(quotient(1, root))
+        of_neurons = [squared for (squared,) in summed]
+        new = list(map(self._averages, averaged, old, of_neurons))
+        gains = [quotient(1, self._divisor(nu)) for nu in new]
         if self.restore is not None:
-            rest = [MatrixSums(rows[i][0], (role,)) for i, role in keys]
+            pairs = zip(asked, keys, strict=True)
+            rest = [MatrixSums(found.result_leaf, (role,)) for found, (_, role) in pairs]
             gains = self._restored(rest, of_neurons, gains)
-        for key, sums, gain, nu in zip(keys, averaged, gains, new, strict=True):
-            yield key, sums.broadcast(gain), nu
+        for key, sums, found, gain, nu in zip(keys, averaged, asked, gains, new, strict=True):
+            own = gain, nu
+            if isinstance(found, WholeSums):
+                own = found.blocks_of(gain), found.blocks_of(nu)
+            yield key, sums.broadcast(own[0]), own[1]
+
+    def _averages(self, sums: MatrixSums, old: jax.Array, squared: jax.Array) -> jax.Array:
+        """The second moments after this update."""
+        nu = moving_average(self.beta2, old, squared / sums.counts.astype(old.dtype))
+        return jnp.where(squared == 0, old, nu) if self.skip_zeros else nu
+
+    def _divisor(self, nu: jax.Array) -> jax.Array:
+        """What neurons are divided by."""
+        eps = jnp.asarray(self.eps, nu.dtype)
+        return jnp.sqrt(nu) + eps if self.guard == "root" else jnp.sqrt(jnp.maximum(nu, eps))
 
     def _restored(
         self, rest: list[MatrixSums], of_neurons: list[jax.Array], gains: list[jax.Array]

@@ -10,7 +10,15 @@ import optax
 from muon_optax._internal.checks import check_choice, check_number
 from muon_optax._internal.dtypes import scaled
 from muon_optax.partition import Views
-from muon_optax.transforms.matrix_sums import MatrixSums, Role, all_sums, quotient, squares
+from muon_optax.transforms.block_sums import all_sums
+from muon_optax.transforms.matrix_sums import (
+    MatrixSums,
+    Role,
+    WholeSums,
+    quotient,
+    squares,
+    sums_across,
+)
 from muon_optax.transforms.stage import Leaves, MatrixTransformation, Stage
 from muon_optax.transforms.standalone import standalone, weights_of
 
@@ -117,18 +125,20 @@ def _sized(
         arrays, treedef = jax.tree.flatten(updates)
         weights = weights_of(params, updates, name)
         found = [MatrixSums(leaf, _SUMMED[each]) for leaf in leaves]
+        asked = found if each == "matrix" else sums_across(found, of_norms=False)
         squared = all_sums(
             [
                 (sums, squares(x))
                 for tree in (weights, arrays)
-                for sums, x in zip(found, tree, strict=True)
+                for sums, x in zip(asked, tree, strict=True)
             ]
         )
         pairs = zip(squared[: len(found)], squared[len(found) :], strict=True)
-        results = [
-            scaled(x, sums.broadcast(factor(*pair)))
-            for sums, x, pair in zip(found, arrays, pairs, strict=True)
-        ]
+        results = []
+        for whole, sums, x, pair in zip(asked, found, arrays, pairs, strict=True):
+            by = factor(*pair)
+            by = whole.blocks_of(by) if isinstance(whole, WholeSums) else by
+            results.append(scaled(x, sums.broadcast(by)))
         return treedef.unflatten(results), state
 
     return standalone(Stage(init, update), views, param_shardings)

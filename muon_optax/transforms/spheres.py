@@ -1,6 +1,7 @@
 """Hyperball: weights stay on a sphere, and steps are a share of its radius."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -9,10 +10,11 @@ import optax
 from jax.core import Tracer
 
 from muon_optax._internal.checks import check_choice, check_number
-from muon_optax._internal.dtypes import wide_dtype
+from muon_optax._internal.dtypes import widened
 from muon_optax._internal.tree_paths import raise_all
 from muon_optax.partition import Views
 from muon_optax.sharding.placement import is_abstract, is_on_host, to_device, to_host
+from muon_optax.transforms.block_sums import all_sums
 from muon_optax.transforms.matrix_sums import (
     AxisSums,
     MatrixSums,
@@ -156,8 +158,18 @@ class _Steps:
         pairs = zip(sums, arrays, strict=True)
         shapes = [s.shape(x.shape) if self._is_initial else None for s, x in pairs]
         radii = moments_of(state.radius, updates, shapes)
-        rows = zip(sums, weights, arrays, radii, strict=True)
-        results = [self._step(rate, *row) for row in rows]
+        rows = [widened(*pair) for pair in zip(weights, arrays, strict=True)]
+        entries = [
+            (s, x)
+            for s, (w, u) in zip(sums, rows, strict=True)
+            for x in (squares(w), squares(u), products(w, u))
+        ]
+        summed = all_sums(entries)
+        results = []
+        for i, (s, (w, u), x) in enumerate(zip(sums, rows, arrays, strict=True)):
+            of_weights, of_step = self._factors(rate, summed[3 * i : 3 * i + 3], radii[i])
+            new = s.broadcast(of_weights) * w - s.broadcast(of_step) * u
+            results.append(new.astype(x.dtype))
         count = jnp.asarray(optax.safe_increment(state.count))
         return treedef.unflatten(results), HyperballState(count, state.radius)
 
@@ -179,20 +191,19 @@ class _Steps:
         raise_all(bad, f"these leaves don't have the axes {self.spans} of spans:")
         return [AxisSums(x, tuple(sorted({a % len(x.shape) for a in self.spans}))) for x in leaves]
 
-    def _step(
-        self,
-        rate: jax.typing.ArrayLike,
-        sums: Sums,
-        weights: jax.Array,
-        direction: jax.Array,
-        initial: jax.Array | None,
-    ) -> jax.Array:
-        """The update q (W - c U) - W: c is rate R / |U|, and q makes the norm R."""
-        dtype = wide_dtype(weights.dtype, direction.dtype)
-        weights, wide = weights.astype(dtype), direction.astype(dtype)
-        of_weights = sums.of(squares(weights))
-        of_direction = sums.of(squares(wide))
-        of_both = sums.of(products(weights, wide))
+    def _factors(
+        self, rate: jax.typing.ArrayLike, summed: Sequence[jax.Array], initial: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Factors q - 1 and q c of W and -U in the update q (W - c U) - W.
+
+        The step's c is rate R / |U|, and q makes the norm R.
+
+        Args:
+          rate: the step's share of the radius.
+          summed: the sums of W^2, of U^2 and of W U.
+          initial: the norm at `init`, if that is the radius.
+        """
+        of_weights, of_direction, of_both = summed
         real = of_weights.dtype
         if isinstance(self.radius, str) and initial is None:  # the current one
             radius, missing = jnp.sqrt(of_weights), jnp.zeros([], real)
@@ -206,9 +217,7 @@ class _Steps:
         grown = size**2 * of_direction - 2 * size * of_both
         norm = jnp.sqrt(jnp.maximum(of_weights + grown, 0))
         shrinks = jnp.where(radius == 0, 0, quotient(missing - grown, norm * (norm + radius)))
-        step = shrinks + 1
-        of_weights_left, of_step = sums.broadcast(shrinks), sums.broadcast(step * size)
-        return (of_weights_left * weights - of_step * wide).astype(direction.dtype)
+        return shrinks, (shrinks + 1) * size
 
 
 def _norms(sums: Sums, param: Any) -> Any:
