@@ -3,14 +3,16 @@
 Leaves whose matrices have one shape, one dtype and one sharding form a bucket. Strategies are
 compared by their cost alone. Where one has owners, a bucket's matrices go to them in full rounds,
 one for each device; the remainder is a slice of the work of its own, whose owners are chosen so
-that the busiest device has as little to do as possible.
+that the busiest device has as little to do as possible. Where that costs less, the remainders of
+several buckets share a round, in which their owners follow one another.
 """
 
 import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 
@@ -21,6 +23,7 @@ from muon_optax.sharding.planning.buckets import Bucket, WorkSlice, group_leaves
 from muon_optax.sharding.planning.costs import estimate
 from muon_optax.sharding.planning.device_models import DeviceModel
 from muon_optax.sharding.planning.loads import Loads
+from muon_optax.sharding.planning.shared_rounds import OpenRounds, numbered
 from muon_optax.sharding.planning.workload import Workload
 from muon_optax.sharding.runtime.orthogonalizer import group_size
 from muon_optax.sharding.strategies import STRATEGIES, Strategy
@@ -30,6 +33,10 @@ __all__ = ["least_workspace", "plan_leaves"]
 # The default of `max_workspace_bytes`, at least; `_Chooser._chunk` says what six matrices hold.
 _LEAST_WORKSPACE = 2**28
 _WORKSPACE_MATRICES = 6
+
+# Which remainders share rounds: none, those for which that is fastest, or all that can, and over
+# all replicas.
+Sharing = Literal["none", "fastest", "all"]
 
 # How many latencies sending a chunk takes at least, where matmuls hide it.
 _LATENCIES = 5
@@ -65,23 +72,30 @@ def plan_leaves(
     groups = group_leaves(filled, workloads, newton_schulz)
     groups = sorted(groups, key=lambda members: -workloads[leaves[members[0]].key].flops)
 
-    def planned(floors: Mapping[tuple, float]) -> list[Bucket]:
+    def planned(floors: Mapping[tuple, float], sharing: Sharing) -> list[Bucket]:
         loads = {sizes: Loads(sizes) for sizes in floors}
-        buckets = []
+        rounds, buckets = OpenRounds(), []
         for members in groups:
             leaf = leaves[members[0]]
             workload = workloads[leaf.key]
             of_mesh = loads[workload.sizes], floors[workload.sizes]
             are_single = all(leaves[i].count == 1 for i in members)
-            chooser = _Chooser(leaf, workload, device, *of_mesh, budget, are_single)
+            chooser = _Chooser(
+                leaf, workload, device, *of_mesh, budget, are_single, rounds, sharing
+            )
             slices = chooser.slices(sum(leaves[i].count for i in members))
             buckets.append(Bucket(members, leaf, tuple(slices)))
-        return buckets
+        return numbered(buckets)
 
-    # Bucket after bucket, a choice can't know whether later ones fill the devices it leaves idle.
-    # So one plan is made as if they did, one as if not.
+    # Bucket after bucket, a choice can't know whether later ones fill the devices it leaves idle,
+    # or the round that it begins. So plans are made as if they did, and as if not. Of equally fast
+    # ones the first is taken: no round is shared in vain.
     floors = _least_peaks(filled.values(), workloads)
-    plans = planned(dict.fromkeys(floors, 0.0)), planned(floors)
+    plans = [
+        planned(peaks, sharing)
+        for sharing in get_args(Sharing)
+        for peaks in (dict.fromkeys(floors, 0.0), floors)
+    ]
     best = min(plans, key=lambda buckets: sum(s.cost.seconds for b in buckets for s in b.slices))
     return tuple(_without_lone_skip(best, device))
 
@@ -151,6 +165,8 @@ class _Chooser:
       floor: FLOPs that the busiest device is taken to have in the end, at least.
       budget: bytes of workspace for one chunk.
       are_single: whether each leaf has one matrix.
+      rounds: those that other buckets have begun.
+      sharing: whether any are to be shared.
     """
 
     leaf: BoundLeaf
@@ -160,6 +176,8 @@ class _Chooser:
     floor: float
     budget: int
     are_single: bool
+    rounds: OpenRounds
+    sharing: Sharing
 
     def slices(self, count: int) -> list[WorkSlice]:
         """The cheapest way: all matrices under one strategy, or full rounds and a rest."""
@@ -169,6 +187,8 @@ class _Chooser:
             for strategy in self._strategies(workload)
             for option in self._options(strategy, count, workload)
         ]
+        if self.sharing == "all":
+            options = [o for o in options if self._can_share(o[-1])] or options
         best = min(options, key=lambda slices: sum(map(self._price, slices)))
         return [self._taken(work_slice) for work_slice in best]
 
@@ -198,9 +218,29 @@ class _Chooser:
         if rounds == count:
             return [full]
         return [
-            [*full, self._slice(s, rounds, count - rounds, workload)]
+            [*full, rest]
             for s in self._strategies(workload)
+            for rest in self._rests(s, rounds, count - rounds, workload)
         ]
+
+    def _rests(
+        self, strategy: Strategy, start: int, count: int, workload: Workload
+    ) -> Iterator[WorkSlice]:
+        """Fewer matrices than owners: with a round of their own, or in one that has room."""
+        rest = self._slice(strategy, start, count, workload)
+        yield rest
+        if self.sharing == "none" or not strategy.shares_rounds:
+            return
+        for each in self.rounds.for_rest(strategy, self.leaf.round_key, count, workload):
+            cost = estimate(strategy, count, workload, self.device, each.received)
+            yield dataclasses.replace(
+                rest, first_owner=each.next_owner, cost=cost, round=each.number
+            )
+
+    def _can_share(self, work_slice: WorkSlice) -> bool:
+        """Whether these are fewer matrices than owners, who may get others in the same round."""
+        is_divided = work_slice.replica_axes == self.workload.replica_axes
+        return work_slice.skips and work_slice.strategy.shares_rounds and is_divided
 
     def _slice(self, strategy: Strategy, start: int, count: int, workload: Workload) -> WorkSlice:
         skips = strategy.has_owners and count < workload.owners
@@ -272,6 +312,9 @@ class _Chooser:
         if work_slice.skips:
             workload = self._workload_of(work_slice)
             self.loads.add_to_rest(work_slice.first_owner, work_slice.count, workload)
+            if work_slice.strategy.shares_rounds:
+                number = self.rounds.take(work_slice, self.leaf.round_key, workload)
+                work_slice = dataclasses.replace(work_slice, round=number)
         else:
             self.loads.add_to_all(work_slice.cost.flops)
         added = self.loads.peak - before
