@@ -23,7 +23,7 @@ from muon_optax.sharding.planning.buckets import Bucket, WorkSlice, group_leaves
 from muon_optax.sharding.planning.costs import estimate
 from muon_optax.sharding.planning.device_models import DeviceModel
 from muon_optax.sharding.planning.loads import Loads
-from muon_optax.sharding.planning.shared_rounds import OpenRounds, numbered
+from muon_optax.sharding.planning.shared_rounds import OpenRound, OpenRounds, numbered
 from muon_optax.sharding.planning.workload import Workload
 from muon_optax.sharding.runtime.orthogonalizer import group_size
 from muon_optax.sharding.strategies import STRATEGIES, Strategy
@@ -34,9 +34,12 @@ __all__ = ["least_workspace", "plan_leaves"]
 _LEAST_WORKSPACE = 2**28
 _WORKSPACE_MATRICES = 6
 
-# Which remainders share rounds: none, those for which that is fastest, or all that can, and over
-# all replicas.
+# Which remainders share rounds: none, those for which that is fastest, or all that can, over all
+# replicas and in as few rounds as possible.
 Sharing = Literal["none", "fastest", "all"]
+
+# What sharing rounds must take off the time. Less isn't worth a program with more branches.
+_LEAST_GAIN = 0.01
 
 # How many latencies sending a chunk takes at least, where matmuls hide it.
 _LATENCIES = 5
@@ -71,11 +74,13 @@ def plan_leaves(
     _check_strategies(filled.values(), newton_schulz)
     groups = group_leaves(filled, workloads, newton_schulz)
     groups = sorted(groups, key=lambda members: -workloads[leaves[members[0]].key].flops)
+    # A shared round is as large as its first matrix.
+    by_bytes = sorted(groups, key=lambda members: -workloads[leaves[members[0]].key].matrix_bytes)
 
     def planned(floors: Mapping[tuple, float], sharing: Sharing) -> list[Bucket]:
         loads = {sizes: Loads(sizes) for sizes in floors}
         rounds, buckets = OpenRounds(), []
-        for members in groups:
+        for members in by_bytes if sharing == "all" else groups:
             leaf = leaves[members[0]]
             workload = workloads[leaf.key]
             of_mesh = loads[workload.sizes], floors[workload.sizes]
@@ -87,17 +92,22 @@ def plan_leaves(
             buckets.append(Bucket(members, leaf, tuple(slices)))
         return numbered(buckets)
 
-    # Bucket after bucket, a choice can't know whether later ones fill the devices it leaves idle,
-    # or the round that it begins. So plans are made as if they did, and as if not. Of equally fast
-    # ones the first is taken: no round is shared in vain.
+    # Bucket after bucket, a choice can't know whether later ones fill the devices it leaves idle.
+    # So one plan is made as if they did, one as if not.
     floors = _least_peaks(filled.values(), workloads)
-    plans = [
-        planned(peaks, sharing)
+    peaks = dict.fromkeys(floors, 0.0), floors
+    best, *shared = (
+        min((planned(each, sharing) for each in peaks), key=_seconds_of)
         for sharing in get_args(Sharing)
-        for peaks in (dict.fromkeys(floors, 0.0), floors)
-    ]
-    best = min(plans, key=lambda buckets: sum(s.cost.seconds for b in buckets for s in b.slices))
+    )
+    for buckets in shared:
+        if _seconds_of(buckets) < (1 - _LEAST_GAIN) * _seconds_of(best):
+            best = buckets
     return tuple(_without_lone_skip(best, device))
+
+
+def _seconds_of(buckets: Iterable[Bucket]) -> float:
+    return sum(work_slice.cost.seconds for bucket in buckets for work_slice in bucket.slices)
 
 
 def least_workspace(strategy: Strategy, leaf: BoundLeaf) -> int:
@@ -218,24 +228,37 @@ class _Chooser:
         if rounds == count:
             return [full]
         return [
-            [*full, rest]
+            [*full, *rest]
             for s in self._strategies(workload)
             for rest in self._rests(s, rounds, count - rounds, workload)
         ]
 
     def _rests(
         self, strategy: Strategy, start: int, count: int, workload: Workload
-    ) -> Iterator[WorkSlice]:
-        """Fewer matrices than owners: with a round of their own, or in one that has room."""
-        rest = self._slice(strategy, start, count, workload)
-        yield rest
-        if self.sharing == "none" or not strategy.shares_rounds:
-            return
-        for each in self.rounds.for_rest(strategy, self.leaf.round_key, count, workload):
-            cost = estimate(strategy, count, workload, self.device, each.received)
-            yield dataclasses.replace(
-                rest, first_owner=each.next_owner, cost=cost, round=each.number
-            )
+    ) -> Iterator[list[WorkSlice]]:
+        """Fewer matrices than owners: in a round that has room, or one of their own, or both."""
+        if self.sharing != "none" and strategy.shares_rounds:
+            for each in self.rounds.for_rest(strategy, self.leaf, workload):
+                room = each.free * workload.replicas
+                if count <= room:
+                    yield [self._joined(strategy, start, count, workload, each)]
+                elif self.sharing == "all":  # takes as long, and leaves more room in the new round
+                    last = self._slice(strategy, start + room, count - room, workload)
+                    yield [self._joined(strategy, start, room, workload, each), last]
+        yield [self._slice(strategy, start, count, workload)]
+
+    def _joined(
+        self, strategy: Strategy, start: int, count: int, workload: Workload, into: OpenRound
+    ) -> WorkSlice:
+        """Matrices for the owners in a round that have none."""
+        reason = f"{count} in the round of {into.first_leaf}"
+        return dataclasses.replace(
+            self._slice(strategy, start, count, workload),
+            first_owner=into.next_owner,
+            cost=estimate(strategy, count, workload, self.device, into.received),
+            reason=reason if self.leaf.strategy == "auto" else f"asked for; {reason}",
+            round=into.number,
+        )
 
     def _can_share(self, work_slice: WorkSlice) -> bool:
         """Whether these are fewer matrices than owners, who may get others in the same round."""
@@ -311,9 +334,12 @@ class _Chooser:
         before = self.loads.peak
         if work_slice.skips:
             workload = self._workload_of(work_slice)
+            if work_slice.round is None:  # a part of the rest may have been placed since
+                first = self.loads.best_first_owner(work_slice.count, workload)
+                work_slice = dataclasses.replace(work_slice, first_owner=first)
             self.loads.add_to_rest(work_slice.first_owner, work_slice.count, workload)
             if work_slice.strategy.shares_rounds:
-                number = self.rounds.take(work_slice, self.leaf.round_key, workload)
+                number = self.rounds.take(work_slice, self.leaf, workload)
                 work_slice = dataclasses.replace(work_slice, round=number)
         else:
             self.loads.add_to_all(work_slice.cost.flops)

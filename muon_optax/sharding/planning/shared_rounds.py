@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.planning.buckets import Bucket, WorkSlice
 from muon_optax.sharding.planning.workload import Workload
 from muon_optax.sharding.strategies.base import Strategy
@@ -17,6 +18,7 @@ class OpenRound:
 
     Attributes:
       number: by which slices of the work name it.
+      first_leaf: path of a leaf of the slice that began it.
       kind: equal for all that may share it.
       next_owner: the owner that follows those that have a matrix.
       free: owners without a matrix, in each replica.
@@ -24,6 +26,7 @@ class OpenRound:
     """
 
     number: int
+    first_leaf: str
     kind: Any
     next_owner: int
     free: int
@@ -37,30 +40,32 @@ class OpenRounds:
         self._rounds: list[OpenRound] = []
 
     def for_rest(
-        self, strategy: Strategy, key: Any, count: int, workload: Workload
+        self, strategy: Strategy, leaf: BoundLeaf, workload: Workload
     ) -> Iterator[OpenRound]:
-        """Those that have room for `count` matrices, fewer than owners."""
-        kind, each = _kind(strategy, key, workload), -(-count // workload.replicas)
-        return (r for r in self._rounds if r.kind == kind and each <= r.free)
+        """Those that have owners for the matrices of a leaf."""
+        kind = _kind(strategy, leaf, workload)
+        return (each for each in self._rounds if each.kind == kind and each.free)
 
-    def take(self, work_slice: WorkSlice, key: Any, workload: Workload) -> int:
+    def take(self, work_slice: WorkSlice, leaf: BoundLeaf, workload: Workload) -> int:
         """Puts a rest into its round, or makes one; returns the number."""
         each = -(-work_slice.count // workload.replicas)
         received = work_slice.strategy.received_bytes(each, workload)
         number = len(self._rounds) if work_slice.round is None else work_slice.round
-        kind, free = _kind(work_slice.strategy, key, workload), workload.shards
+        kind = _kind(work_slice.strategy, leaf, workload)
+        path, free = leaf.path, workload.shards
         if work_slice.round is not None:
             before = self._rounds[number]
-            free, received = before.free, max(before.received, received)
+            path, free = before.first_leaf, before.free
+            received = max(before.received, received)
         replica, shard = divmod(work_slice.first_owner, workload.shards)
         next_owner = replica * workload.shards + (shard + each) % workload.shards
-        taken = OpenRound(number, kind, next_owner, free - each, received)
+        taken = OpenRound(number, path, kind, next_owner, free - each, received)
         self._rounds[number : number + 1] = [taken]
         return number
 
 
-def _kind(strategy: Strategy, key: Any, workload: Workload) -> tuple:
-    return strategy.name, key, workload.replica_axes
+def _kind(strategy: Strategy, leaf: BoundLeaf, workload: Workload) -> tuple:
+    return strategy.name, leaf.round_key, workload.replica_axes
 
 
 def numbered(buckets: Sequence[Bucket]) -> list[Bucket]:

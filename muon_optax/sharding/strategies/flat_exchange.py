@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon_optax.sharding.planning.loads import rest_owners
 from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer
 from muon_optax.sharding.strategies.sharded_matrices import (
     ShardedMatrices,
@@ -87,7 +86,7 @@ class FlatExchange:
         """The index in `kinds` for each device, or the number of kinds."""
         found = np.full(self._first.shards * self._first.replicas, len(self.kinds), np.int32)
         for i, kind in enumerate(self.kinds):
-            found[rest_owners(kind.first_owner, kind.count, kind)] = i
+            found[list(kind.owners)] = i
         return found
 
     def _padded(self, rows: jax.Array) -> jax.Array:

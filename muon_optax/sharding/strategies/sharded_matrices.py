@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from muon_optax._internal.reshaping import reshaped
 from muon_optax.sharding.bound_leaf import BoundLeaf
+from muon_optax.sharding.planning.loads import rest_owners
 
 __all__ = ["ShardedMatrices", "all_gather", "index_along", "padded", "rolled"]
 
@@ -58,6 +59,11 @@ class ShardedMatrices:
     def first_replica_and_shard(self) -> tuple[int, int]:
         """Replica and shard of the first owner."""
         return divmod(self.first_owner, self.shards)
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """Where there are fewer matrices than owners, the owner of each."""
+        return tuple(rest_owners(self.first_owner, self.count, self).tolist())
 
     @property
     def results_are_replicated(self) -> bool:
