@@ -6,13 +6,15 @@
 
 with L matrices m x n (m <= n) of b bytes an element, N devices to a replica, f = (N - 1) / N and r
 restarts. Where R replicas share the work, L is ceil(L / R), and each receives the results of the
-others.
+others. Matrices of different shapes that are sharded over the same axes may be in one round of N
+owners of an all_to_all, in which each slice is as long as the longest: 2 mn b f of the largest.
 """
 
 import collections
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -68,15 +70,23 @@ class Kind:
 
     def received(self, strategy: str, count: int, sharing: int) -> float:
         """Bytes that a device receives for so many matrices, shared over so many replicas."""
+        inside = self.inside(strategy, count, sharing)
+        return inside + self.from_replicas(count, sharing)
+
+    def inside(self, strategy: str, count: int, sharing: int) -> float:
+        """The same, from the other shards."""
         n, mine = self.shards, math.ceil(count / sharing)
         owned, short = math.ceil(mine / n), min(self.fan_in, self.fan_out)
-        inside = {
+        return {
             "local": 0.0,
             "gather": mine * self.bytes * (n - 1) / n,
             "all_to_all": 2 * owned * self.bytes * (n - 1) / n,
             "gram": 2 * (1 + RESTARTS) * owned * short**2 * 4 * (n - 1),
         }[strategy]
-        return inside + mine * self.bytes / n * (sharing - 1)
+
+    def from_replicas(self, count: int, sharing: int) -> float:
+        """The results of other replicas."""
+        return math.ceil(count / sharing) * self.bytes / self.shards * (sharing - 1)
 
     def fewest(self, count: int) -> float:
         """The same under the strategy with the fewest."""
@@ -95,29 +105,58 @@ class Kind:
 def chosen_bytes(promised: Plan, model: ModelOnMesh) -> float:
     """The formulas' bytes of what a plan chose."""
     kinds = {path: kind for path, kind, *_ in _of(model)}
-    return sum(
-        kinds[row.leaves[0]].received(
-            row.strategy, row.count, math.prod(model.sizes[a] for a in row.share_axes)
-        )
-        for row in promised.rows
-    )
+    in_rounds: dict[Any, float] = collections.defaultdict(float)
+    total = 0.0
+    for i, row in enumerate(promised.rows):
+        kind, sharing = kinds[row.leaves[0]], math.prod(model.sizes[a] for a in row.share_axes)
+        total += kind.from_replicas(row.count, sharing)
+        inside = kind.inside(row.strategy, row.count, sharing)
+        name = ("row", i) if row.round is None else ("round", row.round)
+        in_rounds[name] = max(in_rounds[name], inside)
+    return total + sum(in_rounds.values())
 
 
 def fewest_bytes(model: ModelOnMesh) -> float:
     """The formulas' bytes of the strategies with the fewest.
 
-    All matrices of a kind go together, with those of the transposed sharding where that sends less.
+    All matrices of a kind go together, with those of the transposed sharding where that sends less,
+    or in rounds that they share with others that are sharded over the same axes.
     """
-    groups: dict[frozenset, dict[Kind, int]] = collections.defaultdict(collections.Counter)
-    for _, kind, count, _ in _of(model):
-        groups[frozenset(kind.sides)][kind] += count
+    places: dict[Any, dict[frozenset, dict[Kind, int]]] = {}
+    for _, kind, count, groups in _of(model):
+        place = frozenset(a for side in kind.spec for a in side), groups
+        of_place = places.setdefault(place, collections.defaultdict(collections.Counter))
+        of_place[frozenset(kind.sides)][kind] += count
     return sum(
-        min(
-            sum(kind.fewest(count) for kind, count in kinds.items()),
-            next(iter(kinds)).fewest(sum(kinds.values())),
-        )
-        for kinds in groups.values()
+        min(_fewest_in_rounds(list(kinds.values()), sharing) for sharing in _sharings(kinds))
+        for kinds in places.values()
     )
+
+
+def _sharings(groups: dict[frozenset, dict[Kind, int]]) -> set[int]:
+    return {1} | {kind.replicas for kinds in groups.values() for kind in kinds}
+
+
+def _fewest_in_rounds(groups: list[dict[Kind, int]], sharing: int) -> float:
+    """The fewest bytes where each group goes by itself, or into rounds, the largest first.
+
+    A round of n owners is as large as its first matrix. `fewest` has those of the groups so far, by
+    the owners that the last round has left.
+    """
+    fewest = {0: 0.0}
+    for kinds in sorted(groups, key=lambda kinds: -next(iter(kinds)).bytes):
+        first, total = next(iter(kinds)), sum(kinds.values())
+        alone = min(sum(k.fewest(count) for k, count in kinds.items()), first.fewest(total))
+        mine, shards = math.ceil(total / sharing), first.shards
+        found = {left: before + alone for left, before in fewest.items()}
+        for left, before in fewest.items():
+            rounds = math.ceil(max(0, mine - left) / shards)
+            received = first.inside("all_to_all", rounds * shards, 1)
+            received += before + first.from_replicas(total, sharing)
+            new = left + rounds * shards - mine
+            found[new] = min(received, found.get(new, math.inf))
+        fewest = found
+    return min(fewest.values())
 
 
 def ideal_flops(model: ModelOnMesh) -> float:

@@ -10,6 +10,7 @@ import jax
 from muon_optax._internal.tree_paths import leaves_with_segments, path_name, raise_all
 from muon_optax.config import MuonConfig
 from muon_optax.inspect.plan_moves import Move, matrix_sizes, moves_of, spec_text
+from muon_optax.inspect.plan_owners import owners_of, owners_text
 from muon_optax.inspect.tables import quantity
 from muon_optax.partition import Assignment, assign, check_rules
 from muon_optax.sharding.bound_leaf import BoundLeaf
@@ -56,6 +57,10 @@ class PlanRow:
       steps: in how many of `period` updates this is done: fewer with `block_periodic`, where steps
         on blocks and steps on whole matrices have rows of their own.
       period: see `steps`.
+      round: a number that it has in common with rows whose matrices are sent at once, in one round
+        of owners; the first of them counts the bytes that all share. None where that isn't so.
+      owners: where there are fewer matrices than owners, that of each, numbered along `share_axes`
+        and then along the mesh axes in `spec`, in the mesh's order.
     """
 
     leaves: tuple[str, ...]
@@ -73,6 +78,8 @@ class PlanRow:
     reason: str
     steps: int = 1
     period: int = 1
+    round: int | None = None
+    owners: tuple[int, ...] = ()
 
     @property
     def share(self) -> Fraction:
@@ -265,12 +272,17 @@ def _planned_rows(
                 said[f"each is cut in {blocks} blocks, which aren't whole on a device"] = None
             if bucket.leaf.view.nonzero:
                 said["slices that aren't chosen are sent as zeros"] = None
-            reason = "; ".join([work_slice.reason, *said])
-            rows.append((_row(work_slice, members, reason), bucket.leaf))
+            owners = owners_of(work_slice, bucket.leaf)
+            reasons = [work_slice.reason, *said]
+            if work_slice.round is not None:
+                reasons.insert(1, owners_text(owners))
+            rows.append((_row(work_slice, members, owners, "; ".join(reasons)), bucket.leaf))
     return model, rows
 
 
-def _row(work_slice: WorkSlice, leaves: Sequence[BoundLeaf], reason: str) -> PlanRow:
+def _row(
+    work_slice: WorkSlice, leaves: Sequence[BoundLeaf], owners: tuple[int, ...], reason: str
+) -> PlanRow:
     first, cost = leaves[0], work_slice.cost
     return PlanRow(
         leaves=tuple(leaf.path for leaf in leaves),
@@ -286,6 +298,8 @@ def _row(work_slice: WorkSlice, leaves: Sequence[BoundLeaf], reason: str) -> Pla
         added_flops=work_slice.added,
         seconds=cost.seconds,
         reason=reason,
+        round=work_slice.round,
+        owners=owners,
     )
 
 

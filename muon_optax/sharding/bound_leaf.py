@@ -74,6 +74,11 @@ class BoundLeaf:
         """Equal for leaves that are handled together: all but the sizes of batch axes."""
         return (self.view.matrix_key, self.sides, *self._rest_of_key)
 
+    @property
+    def round_key(self) -> tuple:
+        """Equal for leaves whose matrices may be sent at once, whatever their shapes."""
+        return (self.shard_axes, *self._rest_of_key)
+
     def key_or_transposed(self, newton_schulz: NewtonSchulz | None) -> tuple:
         """Equal for leaves, too, whose transposes are sharded as this one is.
 

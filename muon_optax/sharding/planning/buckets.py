@@ -29,6 +29,8 @@ class WorkSlice:
       added: FLOPs that it adds to the busiest device, the buckets before it counted in.
       skips: whether devices without a matrix go on to the next slice of the work; if not, they work
         on zeros. Skipping takes a branch, under which XLA runs no collective, so it must gain time.
+      round: the number of a round of owners that it shares with slices of other buckets; None where
+        it has rounds of its own.
     """
 
     start: int
@@ -41,6 +43,7 @@ class WorkSlice:
     reason: str
     added: int = 0
     skips: bool = False
+    round: int | None = None
 
     @property
     def chunks(self) -> Iterator[tuple[int, int]]:

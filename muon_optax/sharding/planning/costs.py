@@ -30,7 +30,13 @@ class Cost:
     seconds: float
 
 
-def estimate(strategy: Strategy, count: int, workload: Workload, device: DeviceModel) -> Cost:
+def estimate(
+    strategy: Strategy,
+    count: int,
+    workload: Workload,
+    device: DeviceModel,
+    received_before: int | None = None,
+) -> Cost:
     """Cost of `count` matrices under a strategy.
 
     Args:
@@ -38,6 +44,8 @@ def estimate(strategy: Strategy, count: int, workload: Workload, device: DeviceM
       count: L, the number of matrices.
       workload: what they are.
       device: the device model.
+      received_before: where they join others in a round, what a device receives in it without
+        them: only what the round grows by is counted, and no latency.
 
     Returns:
       The cost.
@@ -48,6 +56,8 @@ def estimate(strategy: Strategy, count: int, workload: Workload, device: DeviceM
     flops = strategy.flops(per_replica, workload)
     from_replicas = per_replica * workload.result_bytes * (r - 1)
     collectives = strategy.collectives(workload) * (n > 1) + (r > 1)
+    if received_before is not None:
+        received, collectives = max(0, received - received_before), 0
     sizes = dict(workload.sizes)
     seconds = (
         flops / device.rate(workload.itemsize)

@@ -1,5 +1,7 @@
 """FLOPs of each device, as the planner gives out the work."""
 
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
 
@@ -55,7 +57,17 @@ class Loads:
         return self._flops.transpose(others + order).reshape(-1, workload.owners).max(axis=0)
 
 
-def rest_owners(first_owner: npt.ArrayLike, count: int, workload: Workload) -> np.ndarray:
+class Owners(Protocol):
+    """Devices that can each own a matrix: `shards` of each of so many replicas."""
+
+    @property
+    def shards(self) -> int: ...
+
+    @property
+    def replicas(self) -> int: ...
+
+
+def rest_owners(first_owner: npt.ArrayLike, count: int, among: Owners) -> np.ndarray:
     """Owners of fewer matrices than owners: an even part for each replica, from `first_owner` on.
 
     So replicas send each other no padding. Owners are numbered replica by replica.
@@ -65,12 +77,10 @@ def rest_owners(first_owner: npt.ArrayLike, count: int, workload: Workload) -> n
       >>> rest_owners(3, 5, workload)
       array([3, 0, 1, 7, 4])
     """
-    each = -(-count // workload.replicas)
+    each = -(-count // among.replicas)
     turn, place = np.divmod(np.arange(count), each)
-    replica, shard = np.divmod(first_owner, workload.shards)
-    return (replica + turn) % workload.replicas * workload.shards + (
-        shard + place
-    ) % workload.shards
+    replica, shard = np.divmod(first_owner, among.shards)
+    return (replica + turn) % among.replicas * among.shards + (shard + place) % among.shards
 
 
 def _owner_order(workload: Workload) -> tuple[list[int], list[int]]:

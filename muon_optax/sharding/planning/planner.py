@@ -3,14 +3,16 @@
 Leaves whose matrices have one shape, one dtype and one sharding form a bucket. Strategies are
 compared by their cost alone. Where one has owners, a bucket's matrices go to them in full rounds,
 one for each device; the remainder is a slice of the work of its own, whose owners are chosen so
-that the busiest device has as little to do as possible.
+that the busiest device has as little to do as possible. Where that costs less, the remainders of
+several buckets share a round, in which their owners follow one another.
 """
 
 import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 
@@ -21,6 +23,7 @@ from muon_optax.sharding.planning.buckets import Bucket, WorkSlice, group_leaves
 from muon_optax.sharding.planning.costs import estimate
 from muon_optax.sharding.planning.device_models import DeviceModel
 from muon_optax.sharding.planning.loads import Loads
+from muon_optax.sharding.planning.shared_rounds import OpenRound, OpenRounds, numbered
 from muon_optax.sharding.planning.workload import Workload
 from muon_optax.sharding.runtime.orthogonalizer import group_size
 from muon_optax.sharding.strategies import STRATEGIES, Strategy
@@ -30,6 +33,13 @@ __all__ = ["least_workspace", "plan_leaves"]
 # The default of `max_workspace_bytes`, at least; `_Chooser._chunk` says what six matrices hold.
 _LEAST_WORKSPACE = 2**28
 _WORKSPACE_MATRICES = 6
+
+# Which remainders share rounds: none, those for which that is fastest, or all that can, over all
+# replicas and in as few rounds as possible.
+Sharing = Literal["none", "fastest", "all"]
+
+# What sharing rounds must take off the time. Less isn't worth a program with more branches.
+_LEAST_GAIN = 0.01
 
 # How many latencies sending a chunk takes at least, where matmuls hide it.
 _LATENCIES = 5
@@ -64,26 +74,40 @@ def plan_leaves(
     _check_strategies(filled.values(), newton_schulz)
     groups = group_leaves(filled, workloads, newton_schulz)
     groups = sorted(groups, key=lambda members: -workloads[leaves[members[0]].key].flops)
+    # A shared round is as large as its first matrix.
+    by_bytes = sorted(groups, key=lambda members: -workloads[leaves[members[0]].key].matrix_bytes)
 
-    def planned(floors: Mapping[tuple, float]) -> list[Bucket]:
+    def planned(floors: Mapping[tuple, float], sharing: Sharing) -> list[Bucket]:
         loads = {sizes: Loads(sizes) for sizes in floors}
-        buckets = []
-        for members in groups:
+        rounds, buckets = OpenRounds(), []
+        for members in by_bytes if sharing == "all" else groups:
             leaf = leaves[members[0]]
             workload = workloads[leaf.key]
             of_mesh = loads[workload.sizes], floors[workload.sizes]
             are_single = all(leaves[i].count == 1 for i in members)
-            chooser = _Chooser(leaf, workload, device, *of_mesh, budget, are_single)
+            chooser = _Chooser(
+                leaf, workload, device, *of_mesh, budget, are_single, rounds, sharing
+            )
             slices = chooser.slices(sum(leaves[i].count for i in members))
             buckets.append(Bucket(members, leaf, tuple(slices)))
-        return buckets
+        return numbered(buckets)
 
     # Bucket after bucket, a choice can't know whether later ones fill the devices it leaves idle.
     # So one plan is made as if they did, one as if not.
     floors = _least_peaks(filled.values(), workloads)
-    plans = planned(dict.fromkeys(floors, 0.0)), planned(floors)
-    best = min(plans, key=lambda buckets: sum(s.cost.seconds for b in buckets for s in b.slices))
+    peaks = dict.fromkeys(floors, 0.0), floors
+    best, *shared = (
+        min((planned(each, sharing) for each in peaks), key=_seconds_of)
+        for sharing in get_args(Sharing)
+    )
+    for buckets in shared:
+        if _seconds_of(buckets) < (1 - _LEAST_GAIN) * _seconds_of(best):
+            best = buckets
     return tuple(_without_lone_skip(best, device))
+
+
+def _seconds_of(buckets: Iterable[Bucket]) -> float:
+    return sum(work_slice.cost.seconds for bucket in buckets for work_slice in bucket.slices)
 
 
 def least_workspace(strategy: Strategy, leaf: BoundLeaf) -> int:
@@ -151,6 +175,8 @@ class _Chooser:
       floor: FLOPs that the busiest device is taken to have in the end, at least.
       budget: bytes of workspace for one chunk.
       are_single: whether each leaf has one matrix.
+      rounds: those that other buckets have begun.
+      sharing: whether any are to be shared.
     """
 
     leaf: BoundLeaf
@@ -160,6 +186,8 @@ class _Chooser:
     floor: float
     budget: int
     are_single: bool
+    rounds: OpenRounds
+    sharing: Sharing
 
     def slices(self, count: int) -> list[WorkSlice]:
         """The cheapest way: all matrices under one strategy, or full rounds and a rest."""
@@ -169,6 +197,8 @@ class _Chooser:
             for strategy in self._strategies(workload)
             for option in self._options(strategy, count, workload)
         ]
+        if self.sharing == "all":
+            options = [o for o in options if self._can_share(o[-1])] or options
         best = min(options, key=lambda slices: sum(map(self._price, slices)))
         return [self._taken(work_slice) for work_slice in best]
 
@@ -198,9 +228,42 @@ class _Chooser:
         if rounds == count:
             return [full]
         return [
-            [*full, self._slice(s, rounds, count - rounds, workload)]
+            [*full, *rest]
             for s in self._strategies(workload)
+            for rest in self._rests(s, rounds, count - rounds, workload)
         ]
+
+    def _rests(
+        self, strategy: Strategy, start: int, count: int, workload: Workload
+    ) -> Iterator[list[WorkSlice]]:
+        """Fewer matrices than owners: in a round that has room, or one of their own, or both."""
+        if self.sharing != "none" and strategy.shares_rounds:
+            for each in self.rounds.for_rest(strategy, self.leaf, workload):
+                room = each.free * workload.replicas
+                if count <= room:
+                    yield [self._joined(strategy, start, count, workload, each)]
+                elif self.sharing == "all":  # takes as long, and leaves more room in the new round
+                    last = self._slice(strategy, start + room, count - room, workload)
+                    yield [self._joined(strategy, start, room, workload, each), last]
+        yield [self._slice(strategy, start, count, workload)]
+
+    def _joined(
+        self, strategy: Strategy, start: int, count: int, workload: Workload, into: OpenRound
+    ) -> WorkSlice:
+        """Matrices for the owners in a round that have none."""
+        reason = f"{count} in the round of {into.first_leaf}"
+        return dataclasses.replace(
+            self._slice(strategy, start, count, workload),
+            first_owner=into.next_owner,
+            cost=estimate(strategy, count, workload, self.device, into.received),
+            reason=reason if self.leaf.strategy == "auto" else f"asked for; {reason}",
+            round=into.number,
+        )
+
+    def _can_share(self, work_slice: WorkSlice) -> bool:
+        """Whether these are fewer matrices than owners, who may get others in the same round."""
+        is_divided = work_slice.replica_axes == self.workload.replica_axes
+        return work_slice.skips and work_slice.strategy.shares_rounds and is_divided
 
     def _slice(self, strategy: Strategy, start: int, count: int, workload: Workload) -> WorkSlice:
         skips = strategy.has_owners and count < workload.owners
@@ -271,7 +334,13 @@ class _Chooser:
         before = self.loads.peak
         if work_slice.skips:
             workload = self._workload_of(work_slice)
+            if work_slice.round is None:  # a part of the rest may have been placed since
+                first = self.loads.best_first_owner(work_slice.count, workload)
+                work_slice = dataclasses.replace(work_slice, first_owner=first)
             self.loads.add_to_rest(work_slice.first_owner, work_slice.count, workload)
+            if work_slice.strategy.shares_rounds:
+                number = self.rounds.take(work_slice, self.leaf, workload)
+                work_slice = dataclasses.replace(work_slice, round=number)
         else:
             self.loads.add_to_all(work_slice.cost.flops)
         added = self.loads.peak - before

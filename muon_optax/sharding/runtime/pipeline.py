@@ -28,7 +28,7 @@ from muon_optax.sharding.planning.buckets import Bucket
 from muon_optax.sharding.runtime.barriers import barrier, materialized
 from muon_optax.sharding.runtime.buffers import Arrays, Buffers, Elementwise, make_buffers
 from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer
-from muon_optax.sharding.runtime.rounds import Chunk, Round, chunks_of, rounds_of, runs
+from muon_optax.sharding.runtime.rounds import AnyChunk, Chunk, Round, chunks_of, rounds_of, runs
 
 __all__ = ["run_buckets"]
 
@@ -160,7 +160,7 @@ class _Pipeline:
                     state = steps.round(state, each)
         return {i: x.finish(state.arrays[i], state.scalars) for i, x in buffers.items()}
 
-    def _buffers(self, chunks: Sequence[Chunk], leaves: Iterable[int]) -> dict[int, Buffers]:
+    def _buffers(self, chunks: Sequence[AnyChunk], leaves: Iterable[int]) -> dict[int, Buffers]:
         pieces = [piece for chunk in chunks for piece in chunk.pieces]
         cut = {p.leaf for p in pieces if p.count < self.leaves[p.leaf].count}
         return {
@@ -217,7 +217,7 @@ class _Rounds:
         arrays = {**state.arrays, **arrays}
         return _State(scalars, received, orthogonalized, arrays, touched=kept)
 
-    def _orthogonalizer_of(self, chunk: Chunk) -> Orthogonalizer:
+    def _orthogonalizer_of(self, chunk: AnyChunk) -> Orthogonalizer:
         """How the matrices of a chunk are orthogonalised: all at once, if others are on their way.
 
         XLA hides no collective under a loop.
@@ -233,7 +233,7 @@ class _Rounds:
         values, arrays = barrier((values, state.arrays_of(state.touched)))
         return values, state.replace(arrays={**state.arrays, **arrays}, touched=frozenset())
 
-    def _receive(self, state: _State, chunk: Chunk) -> _State:
+    def _receive(self, state: _State, chunk: AnyChunk) -> _State:
         """Forms and receives a chunk.
 
         The other operands are replaced at once, so that the first one's memory is free before
@@ -241,7 +241,7 @@ class _Rounds:
         sees constants through a barrier.
         """
         scalars, state = self._wait(state.scalars, state)
-        picked = self._formed(state, chunk, scalars)
+        picked = tuple(self._formed(state, kind, scalars) for kind in chunk.kinds)
         state = state.replace(touched=state.touched | {p.leaf for p in chunk.pieces})
         picked, state = self._wait(picked, state)
         for p in chunk.pieces:
@@ -261,9 +261,14 @@ class _Rounds:
         # Only after `pick`: before it, each leaf would be formed whole for every replica.
         return self._materialized(chunk.pick(jnp.concatenate(joined)))
 
-    def _put(self, state: _State, chunk: Chunk, results: jax.Array) -> _State:
+    def _put(self, state: _State, chunk: AnyChunk, sent: Sequence[jax.Array]) -> _State:
         """Replaces the first operand of the leaves that a chunk comes from."""
-        for p, part in zip(chunk.pieces, self._parts(chunk, results), strict=True):
+        parts = [
+            part
+            for kind, results in zip(chunk.kinds, sent, strict=True)
+            for part in self._parts(kind, results)
+        ]
+        for p, part in zip(chunk.pieces, parts, strict=True):
             buffers = self.buffers[p.leaf]
             arrays = buffers.put(state.arrays[p.leaf], part, p.start)
             touched = {p.leaf} if buffers.writes_results else set()

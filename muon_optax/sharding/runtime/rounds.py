@@ -10,9 +10,20 @@ from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.planning.buckets import Bucket, WorkSlice
 from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer
 from muon_optax.sharding.strategies import LOCAL, Strategy
+from muon_optax.sharding.strategies.flat_exchange import FlatExchange
 from muon_optax.sharding.strategies.sharded_matrices import ShardedMatrices
 
-__all__ = ["Chunk", "Index", "Piece", "Round", "chunks_of", "rounds_of", "runs"]
+__all__ = [
+    "AnyChunk",
+    "Chunk",
+    "Index",
+    "Piece",
+    "Round",
+    "SharedChunk",
+    "chunks_of",
+    "rounds_of",
+    "runs",
+]
 
 Index = int | jax.Array  # in a loop an array
 
@@ -62,21 +73,76 @@ class Chunk:
         """As `Strategy.pick`."""
         return self.strategy.pick(self.matrices, x)
 
-    def receive(self, x: jax.Array) -> jax.Array:
-        """As `Strategy.receive`."""
+    @property
+    def kinds(self) -> "tuple[Chunk, ...]":
+        """Itself: its matrices are of one shape."""
+        return (self,)
+
+    def receive(self, picked: Sequence[jax.Array]) -> jax.Array:
+        """As `Strategy.receive`, of one array."""
+        (x,) = picked
         return self.strategy.receive(self.matrices, x)
 
     def orthogonalize(self, x: jax.Array, orthogonalizer: Orthogonalizer) -> jax.Array:
         """As `Strategy.orthogonalize`."""
         return self.strategy.orthogonalize(self.matrices, x, orthogonalizer)
 
-    def send(self, y: jax.Array) -> jax.Array:
-        """As `Strategy.send`."""
-        return self.strategy.send(self.matrices, y)
+    def send(self, y: jax.Array) -> tuple[jax.Array, ...]:
+        """As `Strategy.send`, one array."""
+        return (self.strategy.send(self.matrices, y),)
 
     def moved(self, by: Index) -> "Chunk":
         """The same of the pieces that begin `by` times their size further on."""
         return dataclasses.replace(self, pieces=tuple(p.moved(by) for p in self.pieces))
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedChunk:
+    """Matrices of several shapes that are sent at once.
+
+    Attributes:
+      kinds: those of each shape, all of one strategy.
+    """
+
+    kinds: tuple[Chunk, ...]
+
+    @property
+    def strategy(self) -> Strategy:
+        """How they are brought together."""
+        return self.kinds[0].strategy
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Which they are."""
+        return tuple(piece for kind in self.kinds for piece in kind.pieces)
+
+    @property
+    def bytes(self) -> float:
+        """Bytes that a device receives."""
+        return sum(kind.bytes for kind in self.kinds)
+
+    def receive(self, picked: Sequence[jax.Array]) -> jax.Array:
+        """As `FlatExchange.receive`."""
+        return self._exchange.receive(picked)
+
+    def orthogonalize(self, x: jax.Array, orthogonalizer: Orthogonalizer) -> jax.Array:
+        """As `FlatExchange.orthogonalize`."""
+        return self._exchange.orthogonalize(x, orthogonalizer)
+
+    def send(self, y: jax.Array) -> tuple[jax.Array, ...]:
+        """As `FlatExchange.send`."""
+        return self._exchange.send(y)
+
+    def moved(self, by: Index) -> "SharedChunk":
+        """The same of the pieces that begin `by` times their size further on."""
+        return SharedChunk(tuple(kind.moved(by) for kind in self.kinds))
+
+    @property
+    def _exchange(self) -> FlatExchange:
+        return self.strategy.shared(tuple(kind.matrices for kind in self.kinds))
+
+
+AnyChunk = Chunk | SharedChunk
 
 
 class Round(NamedTuple):
@@ -88,9 +154,9 @@ class Round(NamedTuple):
       leaving: the one that is sent back.
     """
 
-    coming: Chunk | None
-    here: Chunk | None
-    leaving: Chunk | None
+    coming: AnyChunk | None
+    here: AnyChunk | None
+    leaving: AnyChunk | None
 
     @property
     def leaves(self) -> set[int]:
@@ -106,20 +172,31 @@ class Round(NamedTuple):
         return self.moved(1) == other
 
 
-def chunks_of(buckets: Iterable[Bucket], leaves: Sequence[BoundLeaf]) -> list[Chunk]:
+def chunks_of(buckets: Iterable[Bucket], leaves: Sequence[BoundLeaf]) -> list[AnyChunk]:
     """The chunks of buckets, the cheapest last and the next cheapest first.
 
     What is sent at the ends has no matmuls to run under. Of equally cheap chunks those at the ends
     already are taken, so that a stack stays in order.
     """
-    chunks = [chunk for bucket in buckets for chunk in _chunks(bucket, leaves)]
+    chunks: list[AnyChunk] = []
+    shared: dict[int, list[Chunk]] = {}
+    for bucket in buckets:
+        for work_slice, chunk in _chunks(bucket, leaves):
+            if work_slice.round is None:
+                chunks.append(chunk)
+            else:
+                shared.setdefault(work_slice.round, []).append(chunk)
+    chunks += [SharedChunk(tuple(kinds)) for kinds in shared.values()]
     last = chunks.pop(min(range(len(chunks)), key=lambda k: (chunks[k].bytes, -k)))
     first = min(chunks, key=lambda chunk: chunk.bytes, default=None)
     return [*sorted(chunks, key=lambda chunk: chunk is not first), last]
 
 
-def _chunks(bucket: Bucket, leaves: Sequence[BoundLeaf]) -> Iterator[Chunk]:
-    """The bucket's matrices are those of its leaves one after the other; a chunk is a run."""
+def _chunks(bucket: Bucket, leaves: Sequence[BoundLeaf]) -> Iterator[tuple[WorkSlice, Chunk]]:
+    """Each chunk, and the slice that it is of.
+
+    The bucket's matrices are those of its leaves one after the other; a chunk is a run.
+    """
     for work_slice, start, count in bucket.chunks:
         pieces, low = [], start  # `low` counts from the leaf's first matrix
         for i in bucket.members:
@@ -128,7 +205,7 @@ def _chunks(bucket: Bucket, leaves: Sequence[BoundLeaf]) -> Iterator[Chunk]:
             pieces += [Piece(i, first, stop - first, is_transposed)] * (first < stop)
             low -= leaves[i].count
         received = work_slice.cost.bytes * count / work_slice.count
-        yield Chunk(*_way(work_slice, bucket.leaf, count), tuple(pieces), received)
+        yield work_slice, Chunk(*_way(work_slice, bucket.leaf, count), tuple(pieces), received)
 
 
 def _way(work_slice: WorkSlice, leaf: BoundLeaf, count: int) -> tuple[Strategy, ShardedMatrices]:
@@ -141,7 +218,7 @@ def _way(work_slice: WorkSlice, leaf: BoundLeaf, count: int) -> tuple[Strategy, 
     return LOCAL if is_alone else work_slice.strategy, matrices
 
 
-def rounds_of(chunks: Sequence[Chunk]) -> list[Round]:
+def rounds_of(chunks: Sequence[AnyChunk]) -> list[Round]:
     """The rounds in which chunks pass, from stage to stage."""
     late = [(*chunks, None, None), (None, *chunks, None), (None, None, *chunks)]
     return [Round(*each) for each in zip(*late, strict=True)]

@@ -8,6 +8,7 @@ from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.planning.workload import Workload
 from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer
 from muon_optax.sharding.strategies.base import Strategy
+from muon_optax.sharding.strategies.flat_exchange import FlatExchange
 from muon_optax.sharding.strategies.sharded_matrices import (
     ShardedMatrices,
     all_gather,
@@ -27,11 +28,13 @@ class AllToAll(Strategy):
     ceil(L/N) F FLOPs. Results that are replicated, as under ZeRO-1, are all-gathered instead: whole
     matrices come back from each owner.
 
-    Where there are fewer matrices than owners, those that `loads.rest_owners` names get one each.
+    Where there are fewer matrices than owners, those that `loads.rest_owners` names get one each,
+    and others may get matrices of another shape in the same round.
     """
 
     name = "all_to_all"
     has_owners = True
+    shares_rounds = True
 
     def is_candidate(self, leaf: BoundLeaf, workload: Workload) -> bool:
         return workload.owners > 1
@@ -57,14 +60,14 @@ class AllToAll(Strategy):
         return f"{count} {matrices} for {workload.owners} owners, the least busy ones"
 
     def pick(self, matrices: ShardedMatrices, x: jax.Array) -> jax.Array:
-        each = _matrices_of_a_replica(matrices)
+        each = matrices.per_replica
         replica, _ = matrices.first_replica_and_shard
         return matrices.own(rolled(padded(x, each * matrices.replicas), replica * each))
 
     def receive(self, matrices: ShardedMatrices, x: jax.Array) -> jax.Array:
         shards = matrices.shards
         _, shard = matrices.first_replica_and_shard
-        x = rolled(padded(x, -(-_matrices_of_a_replica(matrices) // shards) * shards), shard)
+        x = rolled(padded(x, -(-matrices.per_replica // shards) * shards), shard)
         return matrices.assemble(matrices.swap(x.reshape(shards, -1, *x.shape[1:])))
 
     def orthogonalize(
@@ -76,7 +79,7 @@ class AllToAll(Strategy):
         replica, shard = matrices.first_replica_and_shard
         turn = (index_along(matrices.replica_axes) - replica) % matrices.replicas
         place = (index_along(matrices.leaf.shard_axes) - shard) % matrices.shards
-        each = _matrices_of_a_replica(matrices)
+        each = matrices.per_replica
         has_one = (place < each) & (turn * each + place < matrices.count)
         # shard_map types a result by what it varies over, and both branches must have one type. A
         # constant that the iteration may return, as for an empty axis, varies over nothing.
@@ -89,11 +92,10 @@ class AllToAll(Strategy):
         else:
             parts = matrices.disassemble(y)
             x = matrices.swap_joined(parts.reshape(-1, *parts.shape[2:]))
-        each = _matrices_of_a_replica(matrices)
+        each = matrices.per_replica
         replica, shard = matrices.first_replica_and_shard
         x = matrices.all(rolled(x, -shard)[:each])
         return rolled(x, -replica * each)[: matrices.count]
 
-
-def _matrices_of_a_replica(matrices: ShardedMatrices) -> int:
-    return -(-matrices.count // matrices.replicas)
+    def shared(self, kinds: tuple[ShardedMatrices, ...]) -> FlatExchange:
+        return FlatExchange(kinds)

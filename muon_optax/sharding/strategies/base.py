@@ -9,6 +9,7 @@ from muon_optax.orthogonalization import NewtonSchulz
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.planning.workload import Workload
 from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer
+from muon_optax.sharding.strategies.flat_exchange import FlatExchange
 from muon_optax.sharding.strategies.sharded_matrices import ShardedMatrices
 
 __all__ = ["Strategy"]
@@ -25,6 +26,7 @@ class Strategy(abc.ABC):
       name: as users ask for it and tables show it.
       has_owners: whether each matrix is whole on one device, its owner. Matrices then go in rounds
         of one for each owner, and the remainder may go another way.
+      shares_rounds: whether matrices of several shapes can be in one round of owners, by `shared`.
       communicates: whether anything is sent. Only then can replicas divide the work.
       needs_newton_schulz: whether it takes Newton-Schulz apart, so that no other function of
         matrices can be used.
@@ -34,6 +36,7 @@ class Strategy(abc.ABC):
 
     name: ClassVar[str]
     has_owners: ClassVar[bool] = False
+    shares_rounds: ClassVar[bool] = False
     communicates: ClassVar[bool] = True
     needs_newton_schulz: ClassVar[bool] = False
     copies_held: ClassVar[int] = 4
@@ -92,3 +95,11 @@ class Strategy(abc.ABC):
     @abc.abstractmethod
     def send(self, matrices: ShardedMatrices, y: jax.Array) -> jax.Array:
         """Undoes `receive` and `pick`: results (count, *block), as their leaves are sharded."""
+
+    def shared(self, kinds: tuple[ShardedMatrices, ...]) -> FlatExchange:
+        """How matrices of different shapes are received, orthogonalised and sent in one round.
+
+        Args:
+          kinds: the matrices of each shape, whose owners follow one another.
+        """
+        raise NotImplementedError(f"{self.name} has no rounds that are shared")

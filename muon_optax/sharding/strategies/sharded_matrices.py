@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from muon_optax._internal.reshaping import reshaped
 from muon_optax.sharding.bound_leaf import BoundLeaf
+from muon_optax.sharding.planning.loads import rest_owners
 
 __all__ = ["ShardedMatrices", "all_gather", "index_along", "padded", "rolled"]
 
@@ -45,9 +46,24 @@ class ShardedMatrices:
         return self._devices(self.replica_axes)
 
     @property
+    def per_replica(self) -> int:
+        """Matrices that a replica works on, or fewer."""
+        return -(-self.count // self.replicas)
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        """Sizes of a slice."""
+        return tuple(self.leaf.sharding.block[a] for a in self.leaf.view.stack_axes)
+
+    @property
     def first_replica_and_shard(self) -> tuple[int, int]:
         """Replica and shard of the first owner."""
         return divmod(self.first_owner, self.shards)
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """Where there are fewer matrices than owners, the owner of each."""
+        return tuple(rest_owners(self.first_owner, self.count, self).tolist())
 
     @property
     def results_are_replicated(self) -> bool:
@@ -56,7 +72,7 @@ class ShardedMatrices:
 
     def padded_for_replicas(self, x: jax.Array) -> jax.Array:
         """Zero matrices added up to a multiple of the number of replicas."""
-        return padded(x, -(-self.count // self.replicas) * self.replicas)
+        return padded(x, self.per_replica * self.replicas)
 
     def own(self, x: jax.Array) -> jax.Array:
         """This replica's part of matrices whose number the replicas divide."""

@@ -1,0 +1,83 @@
+"""Rounds of owners that matrices of different shapes share, as the planner fills them."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from muon_optax.sharding.bound_leaf import BoundLeaf
+from muon_optax.sharding.planning.buckets import Bucket, WorkSlice
+from muon_optax.sharding.planning.workload import Workload
+from muon_optax.sharding.strategies.base import Strategy
+
+__all__ = ["OpenRound", "OpenRounds", "numbered"]
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenRound:
+    """A round of owners, some of which have no matrix yet.
+
+    Attributes:
+      number: by which slices of the work name it.
+      first_leaf: path of a leaf of the slice that began it.
+      kind: equal for all that may share it.
+      next_owner: the owner that follows those that have a matrix.
+      free: owners without a matrix, in each replica.
+      received: bytes that a device receives of the other shards.
+    """
+
+    number: int
+    first_leaf: str
+    kind: Any
+    next_owner: int
+    free: int
+    received: int
+
+
+class OpenRounds:
+    """The rounds that a plan has begun."""
+
+    def __init__(self) -> None:
+        self._rounds: list[OpenRound] = []
+
+    def for_rest(
+        self, strategy: Strategy, leaf: BoundLeaf, workload: Workload
+    ) -> Iterator[OpenRound]:
+        """Those that have owners for the matrices of a leaf."""
+        kind = _kind(strategy, leaf, workload)
+        return (each for each in self._rounds if each.kind == kind and each.free)
+
+    def take(self, work_slice: WorkSlice, leaf: BoundLeaf, workload: Workload) -> int:
+        """Puts a rest into its round, or makes one; returns the number."""
+        each = -(-work_slice.count // workload.replicas)
+        received = work_slice.strategy.received_bytes(each, workload)
+        number = len(self._rounds) if work_slice.round is None else work_slice.round
+        kind = _kind(work_slice.strategy, leaf, workload)
+        path, free = leaf.path, workload.shards
+        if work_slice.round is not None:
+            before = self._rounds[number]
+            path, free = before.first_leaf, before.free
+            received = max(before.received, received)
+        replica, shard = divmod(work_slice.first_owner, workload.shards)
+        next_owner = replica * workload.shards + (shard + each) % workload.shards
+        taken = OpenRound(number, path, kind, next_owner, free - each, received)
+        self._rounds[number : number + 1] = [taken]
+        return number
+
+
+def _kind(strategy: Strategy, leaf: BoundLeaf, workload: Workload) -> tuple:
+    return strategy.name, leaf.round_key, workload.replica_axes
+
+
+def numbered(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """The same, with numbers from 0 on of the rounds that several slices share, and of no other."""
+    slices = [s for bucket in buckets for s in bucket.slices if s.round is not None]
+    found = [s.round for s in slices]
+    shared = [n for n in dict.fromkeys(found) if found.count(n) > 1]
+    new = {number: i for i, number in enumerate(shared)}
+    return [
+        dataclasses.replace(
+            bucket,
+            slices=tuple(dataclasses.replace(s, round=new.get(s.round)) for s in bucket.slices),
+        )
+        for bucket in buckets
+    ]

@@ -1,0 +1,130 @@
+"""A round of owners that matrices of different shapes share: their slices are exchanged flat."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer
+from muon_optax.sharding.strategies.sharded_matrices import (
+    ShardedMatrices,
+    all_gather,
+    index_along,
+    rolled,
+)
+from muon_optax.sharding.trace_context import as_varying, varying_axes
+
+__all__ = ["FlatExchange"]
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatExchange:
+    """Kinds of matrices that are sent to their owners at once, each owner getting one at most.
+
+    A slice is a row of a flat array, padded with zeros to the length of the longest, and an owner's
+    row is where its number is: those of a kind follow those of the kind before. Every collective is
+    on the flat array, so that all devices take part in it. Only what is done with whole matrices
+    differs between them, and is a branch.
+
+    Attributes:
+      kinds: the matrices of each shape, from the first owner on.
+    """
+
+    kinds: tuple[ShardedMatrices, ...]
+
+    def receive(self, slices: Sequence[jax.Array]) -> jax.Array:
+        """Slices (count, *block) of each kind, of this replica's matrices -> (shards, longest).
+
+        On an owner these are the slices of its matrix; elsewhere zeros.
+        """
+        rows = [self._padded(x.reshape(x.shape[0], -1)) for x in slices]
+        idle = self._first.shards - sum(x.shape[0] for x in rows)
+        by_owner = jnp.pad(jnp.concatenate(rows), [(0, idle), (0, 0)])
+        return self._first.swap(rolled(by_owner, self._first_shard))
+
+    def orthogonalize(self, x: jax.Array, orthogonalizer: Orthogonalizer) -> jax.Array:
+        """Orthogonalises the matrix of this device, if it has one."""
+        # shard_map types a result by what it varies over, and all branches must have one type.
+        typed = varying_axes(x)
+
+        def branch(kind: ShardedMatrices) -> Callable[[jax.Array], jax.Array]:
+            return lambda x: as_varying(self._orthogonalized(kind, x, orthogonalizer), typed)
+
+        device = index_along(self._first.replica_axes) * self._first.shards
+        device += index_along(self._first.leaf.shard_axes)
+        kind = jnp.asarray(self._kind_of_owner)[device]
+        return jax.lax.switch(kind, [*map(branch, self.kinds), lambda x: x], x)
+
+    def send(self, y: jax.Array) -> tuple[jax.Array, ...]:
+        """Undoes `receive`: the results (count, *block) of all matrices of each kind."""
+        parts = list(self._replicated(y) if self._first.results_are_replicated else self._back(y))
+        if self._first.replicas > 1:
+            parts = self._of_all_replicas(parts)
+        return tuple(
+            rolled(x, -kind.first_replica_and_shard[0] * kind.per_replica)[: kind.count]
+            for kind, x in zip(self.kinds, parts, strict=True)
+        )
+
+    @property
+    def _first(self) -> ShardedMatrices:
+        return self.kinds[0]
+
+    @property
+    def _first_shard(self) -> int:
+        return self._first.first_replica_and_shard[1]
+
+    @property
+    def _longest(self) -> int:
+        return max(math.prod(kind.block) for kind in self.kinds)
+
+    @functools.cached_property
+    def _kind_of_owner(self) -> np.ndarray:
+        """The index in `kinds` for each device, or the number of kinds."""
+        found = np.full(self._first.shards * self._first.replicas, len(self.kinds), np.int32)
+        for i, kind in enumerate(self.kinds):
+            found[list(kind.owners)] = i
+        return found
+
+    def _padded(self, rows: jax.Array) -> jax.Array:
+        missing = self._longest - rows.shape[1]
+        return jnp.pad(rows, [(0, 0), (0, missing)]) if missing else rows
+
+    def _orthogonalized(
+        self, kind: ShardedMatrices, x: jax.Array, orthogonalizer: Orthogonalizer
+    ) -> jax.Array:
+        slices = x[:, : math.prod(kind.block)].reshape(kind.shards, 1, *kind.block)
+        y = orthogonalizer.whole(kind.assemble(slices), kind.leaf.view)
+        return self._padded(kind.disassemble(y).reshape(kind.shards, -1))
+
+    def _back(self, y: jax.Array) -> Iterator[jax.Array]:
+        """This device's slices of each kind."""
+        rows = rolled(self._first.swap_joined(y), -self._first_shard)
+        for kind, own in self._split(rows):
+            yield own.reshape(kind.per_replica, *kind.block)
+
+    def _replicated(self, y: jax.Array) -> Iterator[jax.Array]:
+        """The whole matrices of each kind."""
+        whole = all_gather(y[None], self._first.leaf.shard_axes)
+        for kind, own in self._split(rolled(whole, -self._first_shard)):
+            slices = own.reshape(kind.per_replica, kind.shards, *kind.block)
+            yield kind.assemble(slices.swapaxes(0, 1))
+
+    def _split(self, rows: jax.Array) -> Iterator[tuple[ShardedMatrices, jax.Array]]:
+        """The rows of each kind, without padding."""
+        start = 0
+        for kind in self.kinds:
+            own = rows[start : start + kind.per_replica]
+            yield kind, own[..., : math.prod(kind.block)]
+            start += kind.per_replica
+
+    def _of_all_replicas(self, parts: Sequence[jax.Array]) -> list[jax.Array]:
+        """All-gathers the parts of all replicas, of all kinds at once."""
+        joined = jnp.concatenate([x.ravel() for x in parts])
+        of_replicas = self._first.all(joined[None])
+        ends = np.cumsum([x.size for x in parts])[:-1]
+        split = zip(jnp.split(of_replicas, ends, axis=1), parts, strict=True)
+        return [x.reshape(-1, *part.shape[1:]) for x, part in split]
