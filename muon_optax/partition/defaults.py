@@ -23,12 +23,12 @@ def _muon(
     return Rule(RolePattern(role), "muon", reason, view, optional=True, warning=warning)
 
 
-def _doubted(role: Role, transposed: Role, what: str, warning: str) -> tuple[Rule, Rule]:
+def _doubted(role: Role, transposed: Role, warning: str) -> tuple[Rule, Rule]:
     """The rules of hidden matrices that may be something else, in both orders of axes."""
     view = MuonDimensionNumbers(1, 0)
     return (
-        _muon(role, f"weight matrix, {what}", warning),
-        _muon(transposed, f"weight matrix, [out, in], {what}", warning, view),
+        _muon(role, "weight matrix", warning),
+        _muon(transposed, "weight matrix, [out, in]", warning, view),
     )
 
 
@@ -113,9 +113,9 @@ MATRIX_RULES = (
         "(jax.tree_util.register_pytree_node), get Muon by their shapes alone; a table or a head "
         "among them is AdamW's",
     ),
-    *_doubted("own_array", "transposed_own_array", "perhaps a table", _OWN_ARRAY),
-    *_doubted("loose_table", "transposed_loose_table", "perhaps a table", _LOOSE_TABLE),
-    *_doubted("loose_end", "transposed_loose_end", "perhaps a last layer", _LOOSE_END),
+    *_doubted("own_array", "transposed_own_array", _OWN_ARRAY),
+    *_doubted("loose_table", "transposed_loose_table", _LOOSE_TABLE),
+    *_doubted("loose_end", "transposed_loose_end", _LOOSE_END),
 )
 
 

@@ -17,6 +17,7 @@ __all__ = ["LooseEnds"]
 
 _SLIM = 4  # so many times more inputs than outputs
 _TIME = {"time", "timestep", "timesteps"}
+_FEWEST = 4  # matrices, of which sizes that none of the others has tell something
 _WEIGHTS = 2  # so many matrices called weights or kernels for each that isn't
 _DOUBTED: dict[tuple[str, Role], Role] = {
     ("array", "matrix"): "own_array",
@@ -44,6 +45,7 @@ class LooseEnds:
         own = sum(not _is_weight(leaf) for leaf in rest)
         self._has_few_arrays = own * (_WEIGHTS + 1) < len(rest)
         matrices = [leaf for leaf in rest if len(leaf.shape) == 2]
+        self._is_example = len(matrices) < _FEWEST
         bare = sum(leaf.bias is None for leaf in matrices)
         self._has_biases = 2 * bare < len(matrices)
         self._alike: dict[str, list[Leaf]] = collections.defaultdict(list)
@@ -87,7 +89,7 @@ class LooseEnds:
         size, width = max(leaf.shape), min(leaf.shape)
         if leaf.bias is not None or leaf.name.is_kernel or size == width:
             return False
-        if not self._is_alone(leaf, size):
+        if self._is_example or not self._is_alone(leaf, size):
             return False
         is_layer = leaf.is_repeated and names.PROJECTION.is_in(leaf.name.layer)
         return self._is_alone(leaf, width) or (size >= VOCABULARY * width and not is_layer)
