@@ -110,11 +110,13 @@ class LooseEnds:
         size, width = leaf.shape[axis], leaf.shape[1 - axis]
         if is_multiple(size, width) and not _TIME.isdisjoint(leaf.name.near(1)):
             return False  # shifts and scales of all layers
-        if self._widths.norms and size not in self._widths.norms:
-            goes_nowhere = self._takers[size] <= {leaf.shape}
-            is_slim = size * _SLIM <= width and self._alike[sequence_of(leaf)][-1] is leaf
-            return goes_nowhere or is_slim
-        return self._widths.is_free(size)
+        norms = self._widths.norms
+        if not norms or size in norms:
+            return False  # without norms nothing tells the width that goes on
+        goes_nowhere = self._takers[size] <= {leaf.shape}
+        return goes_nowhere or (
+            size * _SLIM <= width and self._alike[sequence_of(leaf)][-1] is leaf
+        )
 
 
 def _is_weight(leaf: Leaf) -> bool:
