@@ -48,13 +48,19 @@ def test_a_matrix_without_a_bias_among_those_with_one_is_doubtful():
 
 def test_a_matrix_of_sizes_that_only_its_twins_have_is_doubtful():
     """As T5's biases of relative positions, a table in the encoder and one in the decoder."""
+    block = TORCH_BLOCK | {path.replace("0", "1", 1): n for path, n in TORCH_BLOCK.items()}
     twin = {"blocks__1__self_attn__xa__weight": (32, 8)}
-    found = role("layers/0/self_attn/xa/weight", (32, 8), TORCH_BLOCK, **twin)
+    found = role("layers/0/self_attn/xa/weight", (32, 8), block, **twin)
     assert found == "transposed_loose_table"
-    assert role("layers/0/mlp/xa/weight", (1024, 64), TORCH_BLOCK) == "transposed_loose_table"
-    assert role("layers/0/mlp/kv_b_proj/weight", (1024, 64), TORCH_BLOCK) == "transposed_matrix"
-    assert role("layers/0/mlp/xa/weight", (300, 64), TORCH_BLOCK) == "transposed_matrix"
+    assert role("layers/0/mlp/xa/weight", (1024, 64), block) == "transposed_loose_table"
+    assert role("layers/0/mlp/kv_b_proj/weight", (1024, 64), block) == "transposed_matrix"
+    assert role("layers/0/mlp/xa/weight", (300, 64), block) == "transposed_matrix"
     assert role("layers/0/mlp/xa/kernel", (64, 1024), BLOCK) == "matrix"  # no table is so called
+
+
+def test_layers_of_one_shape_are_no_tables():
+    """As in an example: eight arrays, and no layer of another shape to share a size with."""
+    assert set(exact_roles({f"layer_{i}": (64, 256) for i in range(8)}).values()) == {"matrix"}
 
 
 NOWHERE = ["to_xa", "xa_proj", "up", "xa_proj/linear"]

@@ -1,8 +1,8 @@
 """Matrices that may be tables or last layers by the leaves around them, whatever they are called.
 
-They keep Muon: a warning names them. Names have no say here but those of attention, recurrent cells
-and modulation, whose outputs go elsewhere than into another layer; the next library calls its last
-layer by a name that nobody thought of.
+They keep Muon: a warning names them. Names only take a doubt away here, where they are those of
+attention, recurrent cells, modulation and projections in repeated layers; no word is needed for
+one, since the next library calls its last layer by a name that nobody thought of.
 """
 
 import collections
@@ -17,7 +17,7 @@ __all__ = ["LooseEnds"]
 
 _SLIM = 4  # so many times more inputs than outputs
 _TIME = {"time", "timestep", "timesteps"}
-_FEWEST = 4  # matrices, of which sizes that none of the others has tell something
+_OTHERS = 4  # so many matrices for each of a shape whose sizes no other has
 _WEIGHTS = 2  # so many matrices called weights or kernels for each that isn't
 _DOUBTED: dict[tuple[str, Role], Role] = {
     ("array", "matrix"): "own_array",
@@ -45,7 +45,8 @@ class LooseEnds:
         own = sum(not _is_weight(leaf) for leaf in rest)
         self._has_few_arrays = own * (_WEIGHTS + 1) < len(rest)
         matrices = [leaf for leaf in rest if len(leaf.shape) == 2]
-        self._is_example = len(matrices) < _FEWEST
+        self._matrices = len(matrices)
+        self._of_shape = collections.Counter(map(_sorted, matrices))
         bare = sum(leaf.bias is None for leaf in matrices)
         self._has_biases = 2 * bare < len(matrices)
         self._alike: dict[str, list[Leaf]] = collections.defaultdict(list)
@@ -89,7 +90,8 @@ class LooseEnds:
         size, width = max(leaf.shape), min(leaf.shape)
         if leaf.bias is not None or leaf.name.is_kernel or size == width:
             return False
-        if self._is_example or not self._is_alone(leaf, size):
+        is_usual = self._of_shape[_sorted(leaf)] * _OTHERS > self._matrices
+        if is_usual or not self._is_alone(leaf, size):
             return False
         is_layer = leaf.is_repeated and names.PROJECTION.is_in(leaf.name.layer)
         return self._is_alone(leaf, width) or (size >= VOCABULARY * width and not is_layer)
