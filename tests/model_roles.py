@@ -4,10 +4,28 @@ from muon_optax.partition.roles import roles_of
 
 Shapes = dict[str, tuple[int, ...]]
 
+DOUBTS = ("own_array", "loose_table", "loose_end")
+MATRICES = {"matrix", "transposed_matrix"}
 
-def roles(shapes: Shapes) -> dict[str, str]:
+
+def exact_roles(shapes: Shapes) -> dict[str, str]:
     found = roles_of([(tuple(path.split("/")), shape) for path, shape in shapes.items()])
     return dict(zip(shapes, found, strict=True))
+
+
+def roles(shapes: Shapes) -> dict[str, str]:
+    """Roles, where a hidden matrix with a loose end is a hidden matrix.
+
+    These trees are cut to a few layers, so that their outputs mostly go nowhere. The doubts have
+    tests of their own, `test_partition_loose_ends`.
+    """
+    return {path: _undoubted(role) for path, role in exact_roles(shapes).items()}
+
+
+def _undoubted(role: str) -> str:
+    if role.removeprefix("transposed_") not in DOUBTS:
+        return role
+    return "transposed_matrix" if role.startswith("transposed_") else "matrix"
 
 
 BLOCK: Shapes = {
@@ -28,7 +46,7 @@ def in_model(shapes: Shapes, block: Shapes = BLOCK) -> dict[str, str]:
     """Roles of leaves beside a transformer's block, whose own are hidden matrices."""
     found = roles(block | shapes)
     matrices = {found[path] for path, shape in block.items() if len(shape) == 2}
-    assert matrices <= {"matrix", "transposed_matrix"}
+    assert matrices <= MATRICES
     return {path: found[path] for path in shapes}
 
 

@@ -23,6 +23,28 @@ def _muon(
     return Rule(RolePattern(role), "muon", reason, view, optional=True, warning=warning)
 
 
+def _doubted(role: Role, transposed: Role, warning: str) -> tuple[Rule, Rule]:
+    """The rules of hidden matrices that may be something else, in both orders of axes."""
+    view = MuonDimensionNumbers(1, 0)
+    return (
+        _muon(role, "weight matrix", warning),
+        _muon(transposed, "weight matrix, [out, in]", warning, view),
+    )
+
+
+_OWN_ARRAY = (
+    "arrays with names of their own, beside layers that call theirs 'weight' or 'kernel', get Muon "
+    "as matrices; a table among them is AdamW's"
+)
+_LOOSE_TABLE = (
+    "matrices without a bias, where other layers have one or none has their sizes, get Muon; a "
+    "table among them, whose rows are looked up or added, is AdamW's"
+)
+_LOOSE_END = (
+    "matrices outside of the repeated layers get Muon, though nothing shows a layer that takes "
+    "their outputs; a last layer among them is AdamW's"
+)
+
 ADAM_RULES = (
     _adam("vector", "fewer than two dims"),
     _adam("bias", "bias or scale"),
@@ -91,6 +113,9 @@ MATRIX_RULES = (
         "(jax.tree_util.register_pytree_node), get Muon by their shapes alone; a table or a head "
         "among them is AdamW's",
     ),
+    *_doubted("own_array", "transposed_own_array", _OWN_ARRAY),
+    *_doubted("loose_table", "transposed_loose_table", _LOOSE_TABLE),
+    *_doubted("loose_end", "transposed_loose_end", _LOOSE_END),
 )
 
 

@@ -12,7 +12,7 @@ from muon_optax.partition.stacks import Stacks
 from muon_optax.partition.tree import Leaf, Role
 from muon_optax.partition.widths import IMAGE_CHANNELS, VOCABULARY, Widths, is_multiple
 
-__all__ = ["Evidence"]
+__all__ = ["Evidence", "is_attention", "is_modulation", "sequence_of"]
 
 _MANY_OUTPUTS = 4096  # of a head whose outputs are taken again, as by a loss between layers
 _HEADS = ((("head",),), (("classifier",),))
@@ -44,14 +44,18 @@ class _Heads(NamedTuple):
 
 
 class Evidence:
-    """Decides about leaves of two dims or more by the leaves beside them."""
+    """Decides about leaves of two dims or more by the leaves beside them.
+
+    Attributes:
+      widths: the sizes of the tree.
+    """
 
     def __init__(
         self, tree: Sequence[Leaf], named: Sequence[Role | None], rest: Sequence[Leaf]
     ) -> None:
         """Reads the tree, as `Widths` does."""
-        self._widths = Widths(tree, named, rest)
-        self._order = self._widths.order
+        self.widths = Widths(tree, named, rest)
+        self._order = self.widths.order
         stacked = [x for x in rest if len(x.shape) > 2 and not self._order.depthwise_channels(x)]
         self._stacks = Stacks(tree, stacked)
         self._is_alone = len(rest) == 1
@@ -60,7 +64,7 @@ class Evidence:
         self._sequences: dict[str, list[Leaf]] = collections.defaultdict(list)
         for leaf in rest:
             self._alike[unnumbered(path_name(leaf.path))].append(leaf)
-            self._sequences[_sequence_of(leaf)].append(leaf)
+            self._sequences[sequence_of(leaf)].append(leaf)
 
     def roles(self, rest: Sequence[Leaf]) -> list[Role]:
         """The roles of the rest: what each of them shows, and then what the heads found show."""
@@ -90,17 +94,17 @@ class Evidence:
         if role not in _HIDDEN or axis is None or self._is_alone or _is_gate(leaf):
             return role
         size, width = _outputs_first(leaf, axis)
-        is_of_head = size != width and size in heads.sizes and self._widths.is_free(size)
+        is_of_head = size != width and size in heads.sizes and self.widths.is_free(size)
         if leaf.is_repeated and is_of_head:
             return "output"
         is_last = not leaf.is_repeated and not _is_called_hidden(leaf)
         is_slim = size * VOCABULARY <= width and size not in heads.led_on
-        if is_last and is_slim and self._widths.is_taken(size) and size not in self._widths.norms:
+        if is_last and is_slim and self.widths.is_taken(size) and size not in self.widths.norms:
             return "data_output"  # only tables without names have rows of that size
-        is_data = is_last and size != width and self._widths.is_data(size)
+        is_data = is_last and size != width and self.widths.is_data(size)
         # What takes the rows of a table and leads back to them is a bottleneck beside them.
-        is_beside_table = self._widths.is_embedded(width)
-        is_data &= not heads.sizes or (self._widths.leads_back(size) and not is_beside_table)
+        is_beside_table = self.widths.is_embedded(width)
+        is_data &= not heads.sizes or (self.widths.leads_back(size) and not is_beside_table)
         return "data_output" if is_data and not self._is_in_sequence(leaf) else role
 
     def _is_in_sequence(self, leaf: Leaf) -> bool:
@@ -129,20 +133,20 @@ class Evidence:
             return self._depthwise(leaf, channels)
         axis = self._order.output_axis(leaf)
         is_map = len(leaf.shape) > 3 or any("conv" in token for token in leaf.name.all_tokens)
-        if axis is None or not is_map or leaf.is_repeated or _is_attention(leaf):
+        if axis is None or not is_map or leaf.is_repeated or is_attention(leaf):
             return "undeclared"
         size, others = leaf.shape[axis], leaf.shape[:axis] + leaf.shape[axis + 1 :]
         is_image = size <= IMAGE_CHANNELS and _is_called_output(leaf)
-        is_last = is_image or (size not in others and not self._widths.is_taken(size))
-        is_fed = self._order.channels(leaf)[-1] in self._widths.given_maps
-        is_output = is_last and is_fed and size not in self._widths.norms
+        is_last = is_image or (size not in others and not self.widths.is_taken(size))
+        is_fed = self._order.channels(leaf)[-1] in self.widths.given_maps
+        is_output = is_last and is_fed and size not in self.widths.norms
         return "output" if is_output else "undeclared"
 
     def _depthwise(self, leaf: Leaf, channels: int) -> Role:
         """Of kernels with one input a filter: grey images have one channel too."""
         if names.DEPTHWISE.is_in(leaf.name.all_tokens) or leaf.is_repeated:
             return "depthwise"
-        is_first = self._widths.outputs[channels] == 1 and self._widths.is_taken(channels)
+        is_first = self.widths.outputs[channels] == 1 and self.widths.is_taken(channels)
         return "undeclared" if is_first else "one_channel"
 
     def _head(self, leaf: Leaf) -> Role | None:
@@ -153,7 +157,7 @@ class Evidence:
             return "head" if is_head or _is_called_output(leaf) else "few_outputs"
         if self._has_vocabulary(leaf):
             return "head"
-        if _is_attention(leaf):
+        if is_attention(leaf):
             return None
         if leaf.is_repeated and not is_head:
             return "wide_output" if self._ends_sequence(leaf, axis) else None
@@ -177,40 +181,40 @@ class Evidence:
         Graph networks count their last layer with the others: `convs.2.lin`. Of `box.1.layers.2`
         it is the last number that counts layers; the others count alike heads.
         """
-        alike = self._sequences[_sequence_of(leaf)]
+        alike = self._sequences[sequence_of(leaf)]
         if axis is None or alike[-1] is not leaf or len(alike) < 2:
             return False
         size, width = _outputs_first(leaf, axis)
         is_alone = all(other.shape[axis] != size for other in alike[:-1])
-        return size < width and is_alone and self._widths.is_free(size)
+        return size < width and is_alone and self.widths.is_free(size)
 
     def _has_vocabulary(self, leaf: Leaf) -> bool:
         """Whether one of its sides, whichever, is the vocabulary of a table."""
         size, width = max(leaf.shape), min(leaf.shape)
-        is_vocabulary = size >= max(_MANY_OUTPUTS, VOCABULARY * width) and size in self._widths.rows
+        is_vocabulary = size >= max(_MANY_OUTPUTS, VOCABULARY * width) and size in self.widths.rows
         return is_vocabulary and not leaf.is_repeated
 
     def _reconstruction(self, leaf: Leaf, size: int) -> Role | None:
         """A last layer that gives what the model takes: pixels of patches, latents, features."""
-        if not self._widths.is_data(size):
+        if not self.widths.is_data(size):
             return None
-        return "output" if self._widths.is_input(size) else "data_output"
+        return "output" if self.widths.is_input(size) else "data_output"
 
     def _is_vocabulary(self, size: int, width: int) -> bool:
-        return size > width and (size in self._widths.rows or size >= VOCABULARY * width)
+        return size > width and (size in self.widths.rows or size >= VOCABULARY * width)
 
     def _tall(self, leaf: Leaf) -> Role | None:
         """A leaf of which nothing tells the output: a vocabulary shows by itself."""
         width, size = sorted(leaf.shape)
-        is_last = self._widths.is_free(size) and width in self._widths.given
+        is_last = self.widths.is_free(size) and width in self.widths.given
         is_tall = is_last and not self._is_alone and self._is_vocabulary(size, width)
         return "tall_table" if is_tall else None
 
     def _called_output(self, size: int, width: int, *, may_be_small: bool) -> Role | None:
         is_small = size <= _FEW_OUTPUTS and size * _FEW_OUTPUTS <= width and may_be_small
-        is_large = size > width and (size in self._widths.rows or size >= _MANY_OUTPUTS)
-        is_large &= size not in self._widths.norms
-        is_last = self._widths.is_free(size) and size != width
+        is_large = size > width and (size in self.widths.rows or size >= _MANY_OUTPUTS)
+        is_large &= size not in self.widths.norms
+        is_last = self.widths.is_free(size) and size != width
         if is_last and is_multiple(size, width) and not is_large:
             return "wide_output"  # `proj_out_1` before `proj_out_2` makes a shift and a scale
         return "head" if is_small or is_large or is_last else None
@@ -219,18 +223,18 @@ class Evidence:
         if self._is_alone or size == width:
             return None
         is_tall = size >= max(_MANY_OUTPUTS, VOCABULARY * width) and leaf.bias is None
-        if is_tall and self._widths.is_free(size):
+        if is_tall and self.widths.is_free(size):
             return "tall_table"  # of users or items, whose rows are concatenated with others
-        is_free = self._widths.is_free(size)
-        if is_free and size in self._widths.rows and size > width:
+        is_free = self.widths.is_free(size)
+        if is_free and size in self.widths.rows and size > width:
             return "output"
-        if not self._widths.is_given(width):
+        if not self.widths.is_given(width):
             return None
         if not is_free:
             is_called_so = names.RECONSTRUCTION.is_in(leaf.name.near(1))
             return self._reconstruction(leaf, size) if is_called_so else None
-        is_beside_table = leaf.bias is not None and self._widths.is_embedded(size)
-        if self._widths.is_feature_map(size) or is_beside_table:
+        is_beside_table = leaf.bias is not None and self.widths.is_embedded(size)
+        if self.widths.is_feature_map(size) or is_beside_table:
             return None
         if _is_called_hidden(leaf):  # projections for a loss end the model too, as `ctc_proj`
             is_projection = leaf.name.layer[-1:] == ("proj",) or leaf.name.layer[:1] == ("to",)
@@ -238,9 +242,9 @@ class Evidence:
             return "wide_output" if is_slim else None
         if size >= VOCABULARY * width:
             return "tall_table"
-        if self._widths.is_fused(size, width) or self._widths.is_added_to_fused(leaf, size):
+        if self.widths.is_fused(size, width) or self.widths.is_added_to_fused(leaf, size):
             return None
-        is_doubtful = size > width or self._widths.is_taken_in_halves(size)
+        is_doubtful = size > width or self.widths.is_taken_in_halves(size)
         return "wide_output" if is_doubtful else "output"
 
     def _matrix(self, leaf: Leaf) -> Role:
@@ -255,7 +259,7 @@ class Evidence:
         return "transposed_matrix" if is_told else "matrix_of_unknown_order"
 
 
-def _sequence_of(leaf: Leaf) -> str:
+def sequence_of(leaf: Leaf) -> str:
     """The leaf's path without the last of its numbers, which is its place among the layers."""
     return _LAST_NUMBER.sub("*", path_name(leaf.path))
 
@@ -275,7 +279,7 @@ def _is_narrow(leaf: Leaf, axis: int | None) -> bool:
 
     Only a bias, or the name 'kernel', tells these from a first layer of so few inputs for sure.
     """
-    if _is_attention(leaf) or {"gate", "router"} & set(leaf.name.layer):
+    if is_attention(leaf) or {"gate", "router"} & set(leaf.name.layer):
         return False
     name = leaf.name
     is_sure = name.is_kernel or name.is_numbered or leaf.output_axis_by_bias is not None
@@ -291,7 +295,7 @@ def _is_called_head(leaf: Leaf) -> bool:
     return is_called_so and (is_unembedding or not names.EMBEDDING.is_in(layer))
 
 
-def _is_attention(leaf: Leaf) -> bool:
+def is_attention(leaf: Leaf) -> bool:
     """Whether it is in an attention or a recurrent cell, whose outputs need not feed a layer."""
     name = leaf.name
     letters = {"q", "k", "v", "query", "key", "value"}
@@ -309,17 +313,18 @@ def _is_tall(leaf: Leaf, role: Role) -> bool:
 def _is_gate(leaf: Leaf) -> bool:
     """Whether it is in an attention or of a cell, but for layers beside the gates of the cell."""
     is_in_cell = names.CELL.is_in(leaf.name.all_tokens)
-    return _is_attention(leaf) and not (is_in_cell and _LAYERS & set(leaf.name.layer))
+    return is_attention(leaf) and not (is_in_cell and _LAYERS & set(leaf.name.layer))
 
 
-def _is_modulation(leaf: Leaf) -> bool:
+def is_modulation(leaf: Leaf) -> bool:
+    """Whether it makes shifts and scales, which nothing multiplies with."""
     return bool({"norm", "modulation", "adaln"} & set(leaf.name.all_tokens))
 
 
 def _is_called_output(leaf: Leaf) -> bool:
     """Whether its name is that of a network's last layer."""
     is_fc = leaf.name.layer_name.lower() == "fc"  # fc1 and fc2 are those of a hidden MLP
-    is_hidden = _is_modulation(leaf) or names.HIDDEN.is_in(leaf.name.near(1))
+    is_hidden = is_modulation(leaf) or names.HIDDEN.is_in(leaf.name.near(1))
     is_first = "decoder" in leaf.name.layer and names.EMBEDDING.is_in(leaf.name.layer)
     is_output = names.OUTPUT.is_in(leaf.name.layer) and not is_first
     return (is_fc or is_output) and not is_hidden
@@ -329,7 +334,7 @@ def _is_in_head(leaf: Leaf, size: int, width: int) -> bool:
     """Whether its module, or its own name, is that of a network's last layers."""
     is_module = names.HEAD.is_in(leaf.name.all_above)
     is_called_so = is_module or names.HEAD_MODULE.is_in(leaf.name.all_tokens)
-    return is_called_so and not _is_modulation(leaf) and not is_multiple(size, width)
+    return is_called_so and not is_modulation(leaf) and not is_multiple(size, width)
 
 
 def _is_inner_head(leaf: Leaf, axis: int | None) -> bool:
@@ -337,7 +342,7 @@ def _is_inner_head(leaf: Leaf, axis: int | None) -> bool:
     above = leaf.name.all_above
     is_plain = bool({"fc", "logits", "out"} & set(leaf.name.layer))
     is_plain |= leaf.name.layer == ("proj",) and leaf.name.above[-1:] in _HEADS
-    is_inner = leaf.is_repeated or _is_attention(leaf)
+    is_inner = leaf.is_repeated or is_attention(leaf)
     is_inner |= bool({"mlp", "ffn"} & set(leaf.name.all_tokens))
     is_in_head = names.HEAD.is_in(above) and is_plain
     is_pixels = leaf.name.layer[:1] == ("to",) and bool(_PIXELS & set(leaf.name.layer))
@@ -354,7 +359,7 @@ def _is_called_last(leaf: Leaf, axis: int | None) -> bool:
     is_output = bool(_OUTPUTS & set(layer)) or bool(
         _SKIPS & set(layer) and _OUTPUTS & leaf.siblings  # added to an output
     )
-    is_hidden = _is_modulation(leaf) or names.HIDDEN.is_in(leaf.name.near(1))
+    is_hidden = is_modulation(leaf) or names.HIDDEN.is_in(leaf.name.near(1))
     is_shrinking = is_output and axis is not None and leaf.shape[axis] < leaf.shape[1 - axis]
     is_fused = is_multiple(max(leaf.shape), min(leaf.shape)) and not is_shrinking
     is_hidden |= names.EMBEDDING.is_in(layer) or is_fused
@@ -365,7 +370,7 @@ def _is_called_hidden(leaf: Leaf) -> bool:
     near = leaf.name.near(1)
     is_hidden = any(m.is_in(near) for m in (names.HIDDEN, names.NORM, names.EMBEDDING))
     is_projection = "proj" in near or any(token.startswith("project") for token in near)
-    return is_hidden or is_projection or _is_modulation(leaf)
+    return is_hidden or is_projection or is_modulation(leaf)
 
 
 def _is_unnamed(leaf: Leaf) -> bool:

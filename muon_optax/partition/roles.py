@@ -13,6 +13,7 @@ from typing import NamedTuple
 from muon_optax._internal.tree_paths import Segments
 from muon_optax.partition import names
 from muon_optax.partition.evidence import Evidence
+from muon_optax.partition.loose_ends import LooseEnds
 from muon_optax.partition.order import layers_in_sequence
 from muon_optax.partition.tree import Described, Leaf, Role, Shape, read_tree
 
@@ -48,7 +49,10 @@ def _roles(leaves: tuple[tuple[Segments, Shape], ...]) -> tuple[Role, ...]:
     shown = _Shown(_lora_bases(tree), norms, widths, layers_in_sequence(tree))
     named: list[Role | None] = [_by_name(leaf, shown) for leaf in tree]
     rest = [leaf for leaf, role in zip(tree, named, strict=True) if role is None]
-    others = iter(Evidence(tree, named, rest).roles(rest))
+    evidence = Evidence(tree, named, rest)
+    shown_by_tree = evidence.roles(rest)
+    loose = LooseEnds(tree, rest, evidence.widths)
+    others = map(loose.role, rest, shown_by_tree)
     return tuple(next(others) if role is None else role for role in named)
 
 

@@ -39,6 +39,12 @@ Role = Literal[
     "matrix",
     "transposed_matrix",
     "matrix_of_unknown_order",
+    "own_array",
+    "transposed_own_array",
+    "loose_table",
+    "transposed_loose_table",
+    "loose_end",
+    "transposed_loose_end",
 ]
 
 _NUMBERED = re.compile(r"(.*?)_?(\d+)")
