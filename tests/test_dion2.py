@@ -128,7 +128,7 @@ def wanted_slices(steps: int) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*((name, "explicit") for name in LAYOUTS), ("one", "one")],
+    [*((name, "explicit") for name in LAYOUTS), ("zero-1", "auto"), ("one", "one")],
 )
 def test_the_same_slices_are_chosen_on_every_mesh_of_equals_the_first(name, kind):
     options: dict[str, Any] = {"weight_dimension_numbers": VIEWS, "orthogonalizer": lambda x: x}

@@ -74,13 +74,15 @@ def test_decay_and_scale_are_multiplied_too_if_asked(each):
 
 @pytest.mark.parametrize("each", ["matrix", "input"])
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
-def test_momentum_may_be_sharded_otherwise(kind, each):
-    """As in ZeRO-1: the parameters are replicated, and the momentum is not."""
-    mesh = sharded.make_mesh({"data": 8}, kind)
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_momentum_may_be_sharded_otherwise(tensor, kind, each):
+    """As in ZeRO-1: the parameters are replicated over data, and the momentum is not."""
+    mesh = sharded.make_mesh({"data": 8 // tensor, "tensor": tensor}, kind)
     shapes = {"flat": (16, 6), "stack": (8, 4, 6)}
     views: Any = {"flat": MuonDimensionNumbers(0, 1), "stack": MuonDimensionNumbers(1, 2)}
-    where = {name: jax.NamedSharding(mesh, P()) for name in shapes}
-    there = {name: jax.NamedSharding(mesh, P("data")) for name in shapes}
+    specs = {"flat": P(None, "tensor"), "stack": P(None, "tensor")}
+    where = {name: jax.NamedSharding(mesh, spec) for name, spec in specs.items()}
+    there = {name: jax.NamedSharding(mesh, P("data", "tensor")) for name in shapes}
     tx: Any = scale_by_namo(
         ns_coeffs=sharded.FAST,
         each=each,

@@ -54,6 +54,8 @@ class SelectedLeaf:
       roles: along which role slices of each fused block are chosen.
       counts: how many of each.
       axis: the axis of `leaf` that the slices are along; None where `leaf` isn't made of them.
+      is_chosen_everywhere: whether each device chooses the slices of all matrices, not of its own,
+        since it gets the results of others.
     """
 
     whole: BoundLeaf
@@ -61,6 +63,7 @@ class SelectedLeaf:
     roles: tuple[SliceRole, ...]
     counts: tuple[int, ...]
     axis: int | None = None
+    is_chosen_everywhere: bool = False
 
     @property
     def selects_all(self) -> bool:
@@ -190,6 +193,25 @@ class SelectedLeaf:
         kept = set(self.axes(self.roles[0]))
         shape = tuple(n if d in kept or d not in axes else 1 for d, n in enumerate(sharding.shape))
         return _with_dims(sharding, shape, [() if d in axes else own for d, own in _dims(sharding)])
+
+    def blocks_of(self, chosen: Chosen, sharding: LeafSharding) -> Chosen:
+        """What is chosen of a device's own matrices, where the leaf is sharded so."""
+        if not self.is_chosen_everywhere:
+            return chosen
+        assert chosen.indices is not None
+        found = []
+        for array, leaf, at in (
+            (chosen.places, self.whole, sharding),
+            (chosen.indices, self.leaf, self.sharding(sharding)),
+        ):
+            found.append(at.without(at.axes_of(leaf.view.stack_axes)).block_of(array))
+        return Chosen(*found)
+
+    def sent_to(self, end: LeafSharding) -> "SelectedLeaf":
+        """The leaf, where the results of slices are moved to another sharding."""
+        here, batch = self.whole.sharding, self.view.batch_axes
+        is_moved = any(here.type_key[a] != end.type_key[a] for a in batch)
+        return dataclasses.replace(self, is_chosen_everywhere=is_moved)
 
     def sharding(self, sharding: LeafSharding) -> LeafSharding:
         """How `leaf` is sharded where `whole` is sharded so."""

@@ -109,17 +109,20 @@ class Dion2:
           pairs: gradient and momentum of each.
         """
         rows = self.selected(ready.leaves)
+        ends = [row.end(move) for row, move in zip(rows, ready.moves, strict=True)]
+        compact = [i for i, row in enumerate(rows) if row.axis is not None]
+        sent = [i for i in compact if ends[i] is ready.moves[i]]
+        for i in sent:
+            rows[i] = rows[i].sent_to(ends[i])
         picked = _on_blocks(_Select, [(row, row.whole.sharding) for row in rows], decay, pairs)
         x = [(formed,) for formed, *_ in picked]
         found = run([row.leaf for row in rows], elementwise=_AS_IT_IS, scalars=(decay,), operands=x)
-        ends = [row.end(move) for row, move in zip(rows, ready.moves, strict=True)]
-        compact = [i for i, row in enumerate(rows) if row.axis is not None]
         moved = [
             place(
                 [found[i][0], picked[i][2]],
                 [rows[i].sharding(ends[i]), rows[i].places_sharding(ends[i])],
             )
-            if ends[i] is ready.moves[i]
+            if i in sent
             else (found[i][0], picked[i][2])
             for i in compact
         ]
@@ -150,7 +153,7 @@ class _Select:
             (
                 row.sharding(sharding),
                 sharding,
-                None if row.axis is None else row.places_sharding(sharding),
+                None if row.axis is None else row.places_sharding(_of_places(row, sharding)),
             )
             for row, sharding in self.rows
         ]
@@ -172,7 +175,10 @@ class _Select:
             if not row.selects_all
             for role in row.used_roles
         ]
-        scores = all_sums([(_norms(leaves[i], role), jnp.abs(new[i])) for i, role in keys])
+        norms = [_norms(self.rows[i][0], leaves[i], role) for i, role in keys]
+        scores = all_sums(
+            [(sums, jnp.abs(new[i])) for sums, (i, _) in zip(norms, keys, strict=True)]
+        )
         scored = list(zip(keys, scores, strict=True))
         lines = [self.rows[i][0].lines(norms, role) for (i, role), norms in scored]
         found = iter(largest_of_each([line for of_leaf in lines for line in of_leaf]))
@@ -183,9 +189,17 @@ class _Select:
         return chosen
 
 
-def _norms(leaf: BoundLeaf, role: SliceRole) -> WholeSums:
+def _norms(row: SelectedLeaf, leaf: BoundLeaf, role: SliceRole) -> WholeSums:
     """L1 norms, from absolute values, of all slices along a role."""
-    return WholeSums(MatrixSums(leaf, (_OTHER[role],)), leaf.view.stack_axes)
+    sums = MatrixSums(leaf, (_OTHER[role],))
+    every = tuple(range(len(leaf.shape)))
+    return WholeSums(sums, every if row.is_chosen_everywhere else leaf.view.stack_axes)
+
+
+def _of_places(row: SelectedLeaf, sharding: LeafSharding) -> LeafSharding:
+    """What shards the places of slices that a device chooses."""
+    every = tuple(a for axes in sharding.type_key for a in axes)
+    return sharding.without(every) if row.is_chosen_everywhere else sharding
 
 
 def _picked(
@@ -199,14 +213,17 @@ def _picked(
     decayed = (decay.astype(new.dtype) * new).astype(old.dtype)
     if row.selects_all:
         return new.astype(row.leaf.dtype), decayed, None
-    mask = _mask(row, leaf, chosen)
+    own: dict[SliceRole, Chosen] = {
+        role: row.blocks_of(found, leaf.sharding) for role, found in chosen.items()
+    }
+    mask = _mask(row, leaf, own)
     kept = jnp.where(mask, decayed, new.astype(old.dtype))
     x = new.astype(row.leaf.dtype)
     if row.axis is None:
         return jnp.where(mask, x, 0), kept, None
-    (only,) = chosen.values()
-    assert only.indices is not None
-    return row.gather(x, only.indices), kept, only.places
+    (only,), (mine,) = chosen.values(), own.values()
+    assert mine.indices is not None
+    return row.gather(x, mine.indices), kept, only.places
 
 
 def _mask(row: SelectedLeaf, leaf: BoundLeaf, chosen: dict[SliceRole, Chosen]) -> jax.Array:
