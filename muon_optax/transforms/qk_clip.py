@@ -112,7 +112,7 @@ class Attention:
     def __post_init__(self) -> None:
         for name in ("heads", "key_heads"):
             count = getattr(self, name)
-            is_count = isinstance(count, int | np.integer) and not isinstance(count, bool) and count > 0
+            is_count = isinstance(count, int | np.integer) and count > 0
             if not (is_count or (name == "key_heads" and count is None)):
                 raise ValueError(f"{name} must be a positive integer, got {count!r}")
         if self.heads % (self.key_heads or self.heads):
