@@ -11,6 +11,7 @@ from jax.core import Tracer
 from muon_optax._internal.checks import (
     check_choice,
     check_flag,
+    check_instance,
     check_mask,
     check_number,
 )
@@ -198,6 +199,8 @@ def muon(
     check_mask("weight_decay_mask", weight_decay_mask)
     check_flag("sign", sign)
     check_choice("weight_decay_kind", weight_decay_kind, get_args(WeightDecayKind))
+    check_instance("namo", namo, Namo)
+    check_instance("step", step, optax.GradientTransformation)
     if adam_nesterov is not None:
         check_flag("adam_nesterov", adam_nesterov)
 
@@ -255,8 +258,8 @@ def muon(
         "weight_decay": as_stage(decayed(weight_decay, weight_decay_mask)),
         "learning_rate": as_stage(rate if step is None else step),
         "sign": as_stage(optax.scale(-1.0)),
-        "after_orthogonalization": slot_stage(after_orthogonalization),
-        "last": slot_stage(last),
+        "after_orthogonalization": slot_stage("after_orthogonalization", after_orthogonalization),
+        "last": slot_stage("last", last),
     }
     of_muon = _muon_step(stages, kind)
     return keeping_placement(dispatch(of_muon, of_adam, config))

@@ -86,6 +86,8 @@ def test_periods_are_positive(period):
 
 
 def test_other_options_out_of_range():
+    with pytest.raises(ValueError, match="block_scale must be one of"):
+        scale_by_muon(block_scale="linear")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="learning_rate_ratio must be finite"):
         BlockPeriodic((2, 2), learning_rate_ratio=-1.0)
     pair: Any = (2, 2)

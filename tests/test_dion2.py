@@ -226,6 +226,8 @@ def test_options_out_of_range():
             Dion2(fraction)
     with pytest.raises(ValueError, match="each must be one of"):
         Dion2(each="longer")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="ef_decay must be in"):
+        scale_by_dion2(ef_decay=1.0)
     with pytest.raises(TypeError, match="dion2 must be a Dion2 or None"):
         muon(0.1, dion2=0.25)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="leave out dion2"):

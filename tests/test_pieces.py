@@ -89,6 +89,27 @@ def test_zeros_give_no_nan():
                 assert np.all(np.isfinite(x)), name
 
 
+@pytest.mark.parametrize("name", PIECES)
+def test_dtypes_and_ranks_are_never_promoted(name):
+    tx, found = make(name), arrays(0)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        updates = jax.eval_shape(functools.partial(first_update, tx), found, found)
+    jax.tree.map(lambda u, w: np.testing.assert_equal(u.shape, w.shape), updates, found)
+
+
+def test_moments_of_empty_matrices_are_zero():
+    """Their means divide zero by zero."""
+    params: Any = {"in": jnp.ones((0, 4)), "out": jnp.ones((4, 0)), "w": jnp.ones((4, 4))}
+    options: Any = {"weight_dimension_numbers": MatrixView(0, 1)}
+    with jax.debug_nans(True):
+        for name in ("neuron", "neuron_longer", "entry", "namo", "namo_d"):
+            tx: Any = PIECES[name](**options)
+            _, state = tx.update(params, tx.init(params), params)
+            for path, x in jax.tree.leaves_with_path(state):
+                if "'w'" not in jax.tree_util.keystr(path) and x.ndim:
+                    np.testing.assert_array_equal(x, np.zeros_like(x))
+
+
 @pytest.mark.parametrize("name", OF_WEIGHTS)
 def test_weights_are_needed(name):
     tx = make(name)

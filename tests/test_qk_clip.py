@@ -1,5 +1,6 @@
 """QK-clip: logits are what they should be, on every attention and every mesh, and never NaN."""
 
+import functools
 from typing import Any
 
 import jax
@@ -272,6 +273,43 @@ def test_the_same_on_meshes(kind):
         np.testing.assert_allclose(params[name] + updates[name], want[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("of_logits", [P("b"), P(("b", "a"))])
+def test_logits_may_be_sharded_by_heads(of_logits):
+    """As attention under tensor parallelism makes them; weights stay sharded as they are."""
+    mesh = sharded.make_mesh({"a": 2, "b": 2}, "explicit")
+    params = {"q": normal(0, WIDTH, HEADS * DIMS), "k": normal(1, WIDTH, KEYS * DIMS)}
+    where = {"q": jax.NamedSharding(mesh, P("a")), "k": jax.NamedSharding(mesh, P("a", "b"))}
+    want = clip_qk(params, {"": LOGITS}, TAU, heads={"": GQA})
+    clip = jax.jit(lambda p, s: clip_qk(p, {"": s}, TAU, heads={"": GQA}))
+    logits = jax.device_put(LOGITS.astype("float32"), jax.NamedSharding(mesh, of_logits))
+    got = clip(jax.device_put(params, where), logits)
+    for name in params:
+        sharded.assert_sharded(got[name], where[name])
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-6)
+
+
+def test_leaves_without_a_gradient():
+    """Others are passed over; a weight whose update can't be said is listed."""
+    params: Any = {"q": normal(0, WIDTH, HEADS, DIMS), "k": normal(1, WIDTH, HEADS, DIMS)}
+    zeros, tx = jax.tree.map(np.zeros_like, params), qk_clip(TAU, heads={"": MHA})
+    update = functools.partial(tx.update, max_logits={"": LOGITS})
+    want, _ = update(zeros, tx.init(params), params)
+    params["act"] = jax.nn.relu
+    got: Any = update(zeros | {"act": None}, tx.init(params), params)[0]
+    assert got.pop("act") is None
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    with pytest.raises(ValueError, match="q: no such parameter, or one without a gradient"):
+        update(zeros | {"q": None, "act": None}, tx.init(params), params)
+
+
+def test_ranks_are_never_promoted():
+    params = {"q": normal(0, WIDTH, HEADS, DIMS), "k": normal(1, WIDTH, KEYS, DIMS)}
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        got = clip_qk(params, {"": LOGITS}, TAU, heads={"": GQA})
+    want = clip_qk(params, {"": LOGITS}, TAU, heads={"": GQA})
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 def test_data_parallel_devices_clip_by_the_largest_logit_of_all():
     """In a shard_map each has the logits of its part of the batch; `pmax` is the user's."""
     params = {"q": normal(0, WIDTH, HEADS, DIMS), "k": normal(1, WIDTH, HEADS, DIMS)}
@@ -335,6 +373,15 @@ def test_options_out_of_range():
     for options in ({"alpha": 1.5}, {"tau": -1.0}):
         with pytest.raises(ValueError, match=next(iter(options))):
             clip_qk({}, {}, heads={}, **options)
+    for heads in (None, 5, [MHA], {"": 4}):
+        with pytest.raises(TypeError, match="heads must have an Attention for each path"):
+            clip_qk({}, {}, heads=heads)  # pyright: ignore[reportArgumentType]
+    for counts in ((0, None), ("4", None), (4, 0)):
+        with pytest.raises(ValueError, match="heads must be a positive integer, got"):
+            Attention(counts[0], {}, counts[1])  # pyright: ignore[reportArgumentType]
+    injected: Any = optax.inject_hyperparams(qk_clip)
+    with pytest.raises(TypeError, match=r"alpha came as a JAX array.*static_args=\('alpha',\)"):
+        injected(heads={}).init({})
     with pytest.raises(ValueError, match="role must be one of"):
         HeadWeight("value", 0)  # pyright: ignore[reportArgumentType]
     for within in ((0, 3, 3), (0, -2, 3)):

@@ -9,7 +9,7 @@ import optax
 import pytest
 from running import first_update, run
 
-from muon_optax import MatrixView, muon, scale_by_shape
+from muon_optax import MatrixView, Namo, hyperball, muon, scale_by_shape
 from muon_optax.transforms.stage import as_stage, in_order
 
 PARAMS = {"w": jnp.array([1.0, 2.0]), "b": jnp.array(3.0)}
@@ -62,6 +62,27 @@ def test_slots_of_muon_stand_where_they_are_said_to():
     last = first_update(muon(0.5, last=shift), grads)["w"]
     np.testing.assert_allclose(after, plain - 0.5, atol=1e-6)
     np.testing.assert_allclose(last, plain + 1.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("slot", ["after_orthogonalization", "last"])
+@pytest.mark.parametrize("value", ["sign", 5, scale_by_shape, [None], {"a": scale_by_shape()}])
+def test_a_slot_takes_transformations(slot, value):
+    with pytest.raises(TypeError, match=f"^{slot} must be a transformation, a list or tuple of"):
+        muon(0.1, **{slot: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({"step": 0.1}, "GradientTransformation"),
+        ({"step": [hyperball(0.1)]}, "GradientTransformation"),
+        ({"namo": True, "bias_correction": False}, "Namo"),
+        ({"namo": Namo, "bias_correction": False}, "Namo"),
+    ],
+)
+def test_a_place_for_one_takes_its_kind(options, kind):
+    with pytest.raises(TypeError, match=f"^{next(iter(options))} must be a {kind} or None, got "):
+        muon(0.1, **options)
 
 
 def test_a_piece_in_a_slot_takes_the_views_of_muon():

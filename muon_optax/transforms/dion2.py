@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from muon_optax._internal.checks import check_float_dtype
+from muon_optax._internal.checks import check_decay, check_float_dtype
 from muon_optax.orthogonalization import Coefficients, Method, PrecisionName, Preconditioning
 from muon_optax.partition import Views
 from muon_optax.sharding.execution import ExecutionOptions, StrategyRules
@@ -95,6 +95,7 @@ def scale_by_dion2(
       >>> update.round(1).tolist(), state.mu.tolist()
       ([[0.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [0.0, 90.0]])
     """
+    check_decay("ef_decay", ef_decay)
     check_float_dtype("update_dtype", update_dtype)
     direction = Direction(
         Momentum(ef_decay, mu_dtype, False, False, "sum"),

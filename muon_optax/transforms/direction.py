@@ -8,14 +8,20 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from muon_optax._internal.checks import check_decay, check_flag, check_float_dtype, check_instance
+from muon_optax._internal.checks import (
+    check_choice,
+    check_decay,
+    check_flag,
+    check_float_dtype,
+    check_instance,
+)
 from muon_optax._internal.dtypes import scaled, wide_dtype
 from muon_optax._internal.tree_paths import cast_like, restructured_like
 from muon_optax.orthogonalization import Coefficients, Method, PrecisionName, Preconditioning
@@ -130,6 +136,8 @@ def scale_by_muon(
     check_decay("eps", eps, below=math.inf)
     check_float_dtype("update_dtype", update_dtype)
     check_flag("sign", sign)
+    if block_scale is not None:
+        check_choice("block_scale", block_scale, get_args(Scale))
     direction = Direction(
         Momentum(beta, mu_dtype, nesterov, bias_correction, momentum),
         make_orthogonalizer(

@@ -105,7 +105,7 @@ class MatrixSums:
       >>> (leaf,) = bind_leaves(x, MatrixView(0, 1, split=(1, 3)))
       >>> blocks = MatrixSums(leaf, ("reduction", "output"))
       >>> blocks.of(x).tolist(), blocks.counts.tolist()
-      ([[[4.0, 24.0]]], [2.0, 6.0])
+      ([[[4.0, 24.0]]], [[[2.0, 6.0]]])
       >>> blocks.broadcast(blocks.of(x)).tolist()
       [[4.0, 24.0, 24.0, 24.0]]
     """
@@ -140,14 +140,17 @@ class MatrixSums:
 
     @property
     def counts(self) -> np.ndarray:
-        """How many entries each sum has: a scalar, or one for each fused block."""
+        """How many entries each sum has, at least 1: a scalar, or an array with the sums' dims.
+
+        The mean of an empty matrix's entries, which a state keeps, is then 0 and not NaN.
+        """
         view = self.leaf.view
         sizes = {"reduction": view.fan_in, "output": view.fan_out}
         whole = float(np.prod([sizes[role] for role in self.over]))
         if not self._sums_blocks:
-            return np.asarray(whole)
+            return np.asarray(max(whole, 1.0))
         share = np.asarray(view.block_sizes) / sum(view.block_sizes)
-        return whole * share
+        return np.maximum(whole * share, 1.0).reshape(*[1] * len(view.shape), -1)
 
     @property
     def dims(self) -> tuple[int, ...]:

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
-from muon_optax._internal.checks import check_choice, check_number
+from muon_optax._internal.checks import check_choice, check_number, check_static
 from muon_optax._internal.dtypes import wide_dtype
 from muon_optax._internal.tree_paths import (
     leaves_with_segments,
@@ -28,6 +29,7 @@ from muon_optax.sharding.declared import declared_specs
 from muon_optax.sharding.options import ShardingOptions
 from muon_optax.sharding.placement import keeping_placement
 from muon_optax.sharding.specs import read_shardings
+from muon_optax.transforms.wrappers import passing_over
 
 __all__ = ["Attention", "HeadRole", "HeadWeight", "clip_qk", "qk_clip"]
 
@@ -108,6 +110,11 @@ class Attention:
     key_heads: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("heads", "key_heads"):
+            count = getattr(self, name)
+            is_count = isinstance(count, int | np.integer) and count > 0
+            if not (is_count or (name == "key_heads" and count is None)):
+                raise ValueError(f"{name} must be a positive integer, got {count!r}")
         if self.heads % (self.key_heads or self.heads):
             raise ValueError(f"{self.heads} heads can't share {self.key_heads} heads of keys")
         raise_all(
@@ -239,15 +246,17 @@ def qk_clip(
         rows = zip(leaves, jax.tree.leaves(params), factors, strict=True)
         return treedef.unflatten([u if f is None else _led(u, w, f) for u, w, f in rows]), state
 
-    return keeping_placement(optax.GradientTransformationExtraArgs(init, update))
+    return keeping_placement(passing_over(optax.GradientTransformationExtraArgs(init, update)))
 
 
 def _check(tau: Any, alpha: Any, heads: Any) -> None:
     check_number("tau", tau)
+    check_static("alpha", alpha)
     check_number("alpha", alpha)
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha must be in [0, 1], got {alpha!r}")
-    if not all(isinstance(attention, Attention) for attention in heads.values()):
+    has_all = isinstance(heads, Mapping) and all(isinstance(x, Attention) for x in heads.values())
+    if not has_all:
         raise TypeError(f"heads must have an Attention for each path, got {heads!r}")
 
 
@@ -287,7 +296,7 @@ def _factors(
 
 def _index_of(path: str, index: Mapping[str, int]) -> int:
     if path not in index:
-        raise ValueError("no such parameter")
+        raise ValueError("no such parameter, or one without a gradient")
     return index[path]
 
 
@@ -304,7 +313,7 @@ def _scales(
     logits = jnp.asarray(max_logits[at])
     if not logits.ndim or logits.shape[-1] != attention.heads:
         raise ValueError(f"max_logits {logits.shape}, but {attention.heads} heads")
-    logits = logits.astype(wide_dtype(logits.dtype))
+    logits = _replicated(logits).astype(wide_dtype(logits.dtype))
     grouped = logits.reshape(*logits.shape[:-1], -1, attention.groups)
     finite = jnp.where(jnp.isfinite(grouped), grouped, -jnp.inf)
     largest = jnp.max(finite, -1)
@@ -312,6 +321,14 @@ def _scales(
     tau = jnp.asarray(tau, largest.dtype)
     of_keys = jnp.where(largest > tau, tau / jnp.where(largest > tau, largest, 1), 1)
     return {True: of_keys, False: jnp.repeat(of_keys, attention.groups, -1)}
+
+
+def _replicated(x: jax.Array) -> jax.Array:
+    """Few numbers, which an Explicit mesh has by heads, on each device that multiplies by them."""
+    sharding = jax.typeof(x).sharding
+    if not any(sharding.spec):
+        return x
+    return jax.sharding.reshard(x, sharding.update(spec=PartitionSpec()))
 
 
 def _factor(
@@ -355,7 +372,8 @@ def _unsliced_factor(
     heads = count if weight.dim_axis is not None else count * size
     if shape[axes[0]] != heads or len(powers) != size:
         raise ValueError(problem)
-    factor = scales[..., None] ** jnp.asarray(powers, scales.dtype)  # (*stack, heads, dims)
+    powers = jnp.asarray(powers, scales.dtype).reshape(*[1] * scales.ndim, size)
+    factor = scales[..., None] ** powers  # (*stack, heads, dims)
     if weight.dim_axis is not None and axes[1] < axes[0]:
         factor = factor.swapaxes(-1, -2)
     kept = {*range(len(stack)), *axes}

@@ -120,11 +120,13 @@ def as_stage(transformation: optax.GradientTransformation) -> Stage:
 
 
 def slot_stage(
+    name: str,
     given: optax.GradientTransformation | Sequence[optax.GradientTransformation] | None,
 ) -> Stage | None:
     """The stage of the transformations that a user gives for a slot of Muon's step.
 
     Args:
+      name: the option's name, for messages.
       given: a transformation, or several, which updates pass from the first to the last. In an
         `optax.chain` they would be bound by their own arguments; here each takes the slot's
         records.
@@ -132,8 +134,11 @@ def slot_stage(
     Returns:
       The stage, whose state for several is a tuple of their states; None for none.
 
+    Raises:
+      TypeError: for anything else.
+
     Example:
-      >>> stage = slot_stage((optax.scale(2.0), optax.scale(3.0)))
+      >>> stage = slot_stage("last", (optax.scale(2.0), optax.scale(3.0)))
       >>> stage.update(1.0, stage.init(1.0, []), None, [])[0]
       6.0
     """
@@ -141,6 +146,13 @@ def slot_stage(
         return None
     if isinstance(given, optax.GradientTransformation):
         return as_stage(given)
+    are_pieces = isinstance(given, list | tuple) and all(
+        isinstance(piece, optax.GradientTransformation) for piece in given
+    )
+    if not are_pieces:
+        raise TypeError(
+            f"{name} must be a transformation, a list or tuple of them, or None, got {given!r}"
+        )
     stages = {str(i): as_stage(piece) for i, piece in enumerate(given)}
     return in_order(stages, tuple(stages))
 
