@@ -43,6 +43,7 @@ from muon_optax.transforms.weight_decay import (
     decayed_weights,
     may_decay,
 )
+from muon_optax.transforms.wrappers import with_params_like_updates
 
 __all__ = ["WeightDecayKind", "muon"]
 
@@ -85,6 +86,7 @@ def muon(
     partition: Partition = None,
     param_shardings: Any = None,
     mu_shardings: Any = None,
+    shard_moments_over: str | Sequence[str] | None = None,
     sign: bool = False,
     namo: Namo | None = None,
     block_periodic: BlockPeriodic | None = None,
@@ -154,6 +156,10 @@ def muon(
         meshes and inside a shard_map; on Explicit meshes it is in the arrays' types.
       mu_shardings: how Muon's momentum is sharded, if not like the parameter: as in ZeRO-1, or in
         host memory, with `memory_kind='pinned_host'`. A tree or a function, as above.
+      shard_moments_over: mesh axes to shard all moments over, AdamW's too, beyond how parameters
+        are sharded: ZeRO-1, where these axes are those of data-parallel replicas. None is the axes
+        that a parameter's type is reduced over, along which its gradient is summed; () is none.
+        Each axis goes to the first dim that it divides; `mu_shardings` comes first.
       sign: orthogonalise the signs of the momentum mix, as AdaMuon does.
       namo: multiply each orthogonalised matrix by NAMO's factor, as in `scale_by_namo`; needs
         `bias_correction=False`.
@@ -237,7 +243,7 @@ def muon(
             dion2=dion2,
         ),
         scaling,
-        ShardingOptions(param_shardings, mu_shardings),
+        ShardingOptions(param_shardings, mu_shardings, shard_moments_over),
         muon_weight_dimension_numbers,
         partition,
     )
@@ -246,6 +252,9 @@ def muon(
         _check_no_decay(weight_decay)
         kind = "decoupled"  # the step flips signs, whatever the kind
     decayed = add_cautious_weight_decay if kind == "cautious" else decayed_weights
+    decay = decayed(weight_decay, weight_decay_mask)
+    if kind == "l2":  # of gradients, which may be where the momentum is
+        decay = with_params_like_updates(decay)
     rate = optax.scale_by_learning_rate(learning_rate, flip_sign=kind != "independent")
     direction = config.direction.stage
     if namo is not None:
@@ -255,7 +264,7 @@ def muon(
     stages = {
         "momentum": direction,
         "shape_scale": shape_scale_stage(config.scaling),
-        "weight_decay": as_stage(decayed(weight_decay, weight_decay_mask)),
+        "weight_decay": as_stage(decay),
         "learning_rate": as_stage(rate if step is None else step),
         "sign": as_stage(optax.scale(-1.0)),
         "after_orthogonalization": slot_stage("after_orthogonalization", after_orthogonalization),

@@ -98,7 +98,8 @@ def test_the_table_says_what_and_where():
     lines = out.splitlines()
     assert lines[0] == "llama3-8b: 8,030,261,248 parameters on replica=4, fsdp=16"
     assert "all_to_all / replica" in out
-    assert lines[-1].endswith("on h100")
+    assert lines[-2].endswith("on h100")
+    assert lines[-1].endswith("with shard_moments_over='replica'")
     assert "on one device" in run("plan", "--model", "gpt2-124m")[1]
 
 

@@ -12,7 +12,7 @@ import reference
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from running import apply_updates
-from sharded import FAST, make_mesh
+from sharded import FAST, assert_sharded, make_mesh
 from shown import plan
 
 from muon_optax import muon, scale_by_momentum, scale_by_muon, state_shardings
@@ -44,6 +44,11 @@ def model() -> tuple[dict[str, np.ndarray], jax.Array]:
     params = {"up": rng.normal(size=(16, 32)), "embed": rng.normal(size=(64, 16))}
     x = jax.device_put(rng.normal(size=(8, 64)).astype("float32"), NamedSharding(mesh(), P("data")))
     return {name: p.astype("float32") for name, p in params.items()}, x
+
+
+def assert_as_declared(tree: Any, where: Any) -> None:
+    for x, sharding in zip(jax.tree.leaves(tree), jax.tree.leaves(where), strict=True):
+        assert_sharded(x, sharding)
 
 
 @pytest.mark.parametrize("jit", [jax.jit, lambda step: step], ids=["jit", "eager"])
@@ -101,32 +106,52 @@ def test_what_is_declared_may_have_a_reduced_type():
     assert plan(params, params).bytes == plan(params).bytes
 
 
-def test_states_and_plans_of_reduced_types():
+def test_moments_are_sharded_over_the_axes_that_a_type_is_reduced_over():
     host, _ = model()
-    reduced, plain = place(host, reduced={"data"}), place(host)
+    reduced = place(host, reduced={"data"})
     tx: Any = muon(RATE, FAST)
-    assert state_shardings(tx, reduced) == state_shardings(tx, plain)
     structs = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), reduced
     )
-    abstract = tx.init(structs).inner_states["muon"].inner_state[0].mu["up"]
-    assert abstract.sharding == NamedSharding(mesh(), SPECS["up"])
-    (*rows, summed) = plan(reduced).rows
+    wanted = {"up": P(None, ("model", "data")), "embed": P(("model", "data"), None)}
+    for found in (tx.init(structs), tx.init(reduced), jax.jit(tx.init)(reduced)):
+        halves = [found.inner_states[half].inner_state[0] for half in ("muon", "adam")]
+        for x, name in ((halves[0].mu["up"], "up"), (halves[1].nu["embed"], "embed")):
+            assert_sharded(x, NamedSharding(mesh(), wanted[name]))
+    assert_as_declared(jax.jit(tx.init)(reduced), state_shardings(tx, reduced))
+
+
+def test_plans_of_reduced_types_have_the_sum():
+    host, _ = model()
+    reduced, plain = place(host, reduced={"data"}), place(host)
+    whole = plan(reduced, shard_moments_over=())
+    (*rows, summed) = whole.rows
     assert tuple(rows) == plan(plain).rows
     assert summed.bytes == 2 * 16 * 16 * 4 * 3 // 4  # an all-reduce of a block over 4 devices
-    assert re.search("unreduced over data", summed.reason)
+    assert re.search("unreduced over data, and are all-reduced", summed.reason)
+    (scattered,) = [row for row in plan(reduced).rows if "reduce-scattered" in row.reason]
+    assert scattered.bytes == summed.bytes // 2
+    assert whole.advice == plan(reduced).advice == ()
 
 
-def test_unreduced_gradients_inside_a_shard_map_are_an_error_that_names_them():
-    spec = P(None, "model", reduced=frozenset({"data"}))
-    shape = jax.ShapeDtypeStruct((16, 32), "float32", sharding=NamedSharding(mesh(), spec))
-    x = jax.ShapeDtypeStruct((8, 16), "float32", sharding=NamedSharding(mesh(), P("data")))
+def test_unreduced_gradients_inside_a_shard_map_are_summed():
+    """As on Explicit axes: the type of the update is its parameter's, and the decay takes that."""
+    (host, x), line = model(), make_mesh({"data": 8})
+    spec = P(reduced=frozenset({"data"}))
+    tx: Any = muon(RATE, FAST, weight_decay=DECAY, nesterov=False, param_shardings=P())
 
-    def body(w, x):
-        grads = jax.grad(lambda p: jnp.sum((x @ p["mlp"]["up"]) ** 2))({"mlp": {"up": w}})
-        tx: Any = muon(RATE, FAST, param_shardings=P(None, "model"))
-        return tx.update(grads, tx.init(grads))[0]["mlp"]["up"]
+    def total(params, x):
+        return jnp.sum(jnp.tanh(x @ params["embed"] @ params["up"]) ** 2)
 
-    outer = jax.shard_map(body, mesh=mesh(), in_specs=(spec, P("data")), out_specs=spec)
-    with pytest.raises(ValueError, match=r"jax.lax.psum(?s:.*)  mlp/up: unreduced over \['data'\]"):
-        jax.eval_shape(outer, shape, x)
+    def body(params, x):
+        updates, _ = tx.update(jax.grad(total)(params, x), tx.init(params), params)
+        return apply_updates(params, updates)
+
+    outer = jax.shard_map(body, mesh=line, in_specs=(spec, P("data")), out_specs=spec)
+    placed = jax.device_put(host, NamedSharding(line, spec))
+    new = jax.jit(outer)(placed, jax.device_put(x, NamedSharding(line, P("data"))))
+    grad = jax.grad(total)(host, jax.device_get(x))
+    (want,) = reference.muon(
+        host["up"], [grad["up"]], learning_rate=RATE, rows=FAST, weight_decay=DECAY, nesterov=False
+    )
+    assert reference.relative_error(new["up"] - host["up"], want) <= 1e-5

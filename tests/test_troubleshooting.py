@@ -83,22 +83,6 @@ def in_shard_map(check_vma: bool, **options: Any) -> Callable[[], Any]:
     return lambda: jax.jit(mapped).lower(x)
 
 
-def unreduced(summed: bool) -> Callable[[], Any]:
-    """An update inside a shard_map of a parameter that is reduced over its axis."""
-    mesh, spec = sharded.make_mesh({"f": 8}), P(reduced=frozenset({"f"}))
-
-    def body(w, x):
-        grads = jax.grad(lambda p: ((x @ p["w"]) ** 2).sum())({"w": w})
-        grads = jax.lax.psum(grads, "f") if summed else grads
-        tx: Any = muon(0.1, param_shardings=P())
-        return tx.update(grads, tx.init(grads))[0]["w"]
-
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=(spec, P("f")), out_specs=P())
-    w = jax.ShapeDtypeStruct((16, 32), "float32", sharding=NamedSharding(mesh, spec))
-    x = jax.ShapeDtypeStruct((8, 16), "float32", sharding=NamedSharding(mesh, P("f")))
-    return lambda: jax.jit(mapped).lower(w, x)
-
-
 def planned(shape: tuple[int, ...], where: Any, **options: Any) -> Callable[[], Any]:
     return lambda: plan({"w": jax.ShapeDtypeStruct(shape, "float32")}, where, **options)
 
@@ -193,7 +177,6 @@ CASES: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
         planned((16, 12), None, mu_shardings=NamedSharding(MESH8, P(None, "f"))),
         planned((16, 12), None, mu_shardings={"w": None}),
     ),
-    (unreduced(summed=False), unreduced(summed=True)),
     (on_mesh(muon, max_workspace_bytes=4096), on_mesh(muon, max_workspace_bytes=6 * 2048)),
     (lambda: muon(0.1, "dion", 6), lambda: muon(0.1, "dion")),
     (injected(W, ns_steps=5), injected(W, {"static_args": ("ns_steps",)}, ns_steps=5)),

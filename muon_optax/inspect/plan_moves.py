@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.declared import Axes
 from muon_optax.sharding.execution import Prepared
-from muon_optax.sharding.reductions import reduced_axes
+from muon_optax.sharding.reductions import reduced_axes, summation
 from muon_optax.sharding.resharding import moved_axes, resharding_bytes, summing_bytes
 from muon_optax.sharding.specs import LeafSharding
 from muon_optax.transforms.dion2_slices import Dion2
@@ -36,10 +36,8 @@ def moves_of(
     for x, leaf, result, end in rows:
         if result is None or not (result.mesh and result.known and leaf.sharding.known):
             continue
-        moves = [
-            _sum(x, leaf, result),
-            _move(leaf, result, leaf.sharding, x.dtype, _TO_MOMENTUM),
-        ]
+        sums, summed = _sums(x, leaf, result)
+        moves = [*sums, _move(leaf, summed, leaf.sharding, x.dtype, _TO_MOMENTUM)]
         if end is not None:
             old = leaf.result_sharding or leaf.sharding
             if dion2 is not None:
@@ -55,13 +53,27 @@ _TO_MOMENTUM = "gradients go to where the momentum is"
 _TO_PARAMETERS = "results go to where the parameters are"
 
 
-def _sum(x: Any, leaf: BoundLeaf, result: LeafSharding) -> Move:
-    """The all-reduce of a gradient whose parameter's type is reduced."""
+def _sums(x: Any, leaf: BoundLeaf, result: LeafSharding) -> tuple[list[Move], LeafSharding]:
+    """How the gradient is summed of a parameter whose type is reduced, and how the sum is sharded.
+
+    It is reduce-scattered to where the momentum is, as far as that can be, and else all-reduced.
+    """
     axes = tuple(sorted(reduced_axes(x)))
-    dtype = jnp.dtype(x.dtype)
-    size = summing_bytes(result, axes, dtype.itemsize)
-    reason = f"gradients come unreduced over {', '.join(axes)}, and are summed"
-    return Move(reason, matrix_sizes(leaf), spec_text(result), dtype.name, size, axes)
+    if not axes:
+        return [], result
+    how = summation(result.type_key, axes, leaf.sharding.type_key, len(result.shape))
+    summed, dtype = result.over(how.scattered), jnp.dtype(x.dtype)
+    scattered, reduced = summing_bytes(result, how, dtype.itemsize)
+    said = f"gradients come unreduced over {', '.join(axes)}, and are"
+    ends = spec_text(summed)
+    like = Move(f"{said} all-reduced", matrix_sizes(leaf), ends, dtype.name, reduced, how.rest)
+    first = like._replace(
+        reason=f"{said} reduce-scattered",
+        spec=f"{spec_text(result)} -> {ends}",
+        bytes=scattered,
+        axes=how.axes,
+    )
+    return [first, like], summed
 
 
 def _move(leaf: BoundLeaf, old: LeafSharding, new: LeafSharding, dtype: Any, reason: str) -> Move:

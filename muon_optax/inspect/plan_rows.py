@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -32,7 +32,7 @@ from muon_optax.sharding.runtime.orthogonalizer import loop_turns
 from muon_optax.sharding.specs import LeafSharding, read_sharding
 from muon_optax.transforms.binding import bound_leaves
 
-__all__ = ["PlanRow", "plan_rows"]
+__all__ = ["PlanRow", "Planned", "plan_rows"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,26 @@ class PlanRow:
         return Fraction(self.steps, self.period)
 
 
-def plan_rows(config: MuonConfig, params: Any) -> tuple[DeviceModel, tuple[PlanRow, ...]]:
+class Planned(NamedTuple):
+    """What is planned for the leaves of one `muon`.
+
+    Attributes:
+      model: the device model.
+      rows: costliest matrices first.
+      prepared: what a trace of an update makes of the leaves.
+    """
+
+    model: DeviceModel
+    rows: tuple[PlanRow, ...]
+    prepared: Prepared
+
+    @property
+    def bytes(self) -> Fraction:
+        """Bytes that a device receives in an update, on average."""
+        return sum((row.bytes * row.share for row in self.rows), Fraction())
+
+
+def plan_rows(config: MuonConfig, params: Any) -> Planned:
     """What a traced update of these parameters does.
 
     Args:
@@ -95,8 +114,8 @@ def plan_rows(config: MuonConfig, params: Any) -> tuple[DeviceModel, tuple[PlanR
       params: arrays or shape structs; gradients are taken to be sharded like them.
 
     Returns:
-      The device model, and the rows, costliest matrices first. With `block_periodic` those of whole
-      steps come before those of block steps; rows that are in both come once.
+      What is planned. With `block_periodic` the rows of whole steps come before those of block
+      steps; rows that are in both come once.
 
     Raises:
       ValueError, TypeError: as `init` and `update` do.
@@ -111,7 +130,7 @@ def plan_rows(config: MuonConfig, params: Any) -> tuple[DeviceModel, tuple[PlanR
     planned_as = dion2.planned if dion2 is not None else list
     model, whole = _rows(config, arrays, prepared, hidden, planned_as)
     if periodic is None or not periodic.alternates(prepared.leaves):
-        return model, tuple(whole)
+        return Planned(model, tuple(whole), prepared)
     # Blocks go back as they came, and only then to where the parameters are.
     apart = [
         b.whole if b.is_whole else dataclasses.replace(b.whole, result_sharding=None)
@@ -124,7 +143,7 @@ def plan_rows(config: MuonConfig, params: Any) -> tuple[DeviceModel, tuple[PlanR
         hidden,
         lambda leaves: [b.leaf for b in periodic.blocked(leaves)],
     )
-    return model, _alternating(whole, of_blocks, periodic.period)
+    return Planned(model, _alternating(whole, of_blocks, periodic.period), prepared)
 
 
 def _rows(

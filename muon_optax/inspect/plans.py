@@ -7,6 +7,7 @@ import optax
 
 from muon_optax.config import find_configs
 from muon_optax.inspect.plan_rows import PlanRow, plan_rows
+from muon_optax.inspect.plan_savings import advice_on_moments
 from muon_optax.inspect.tables import format_table, quantity, rich_table
 
 __all__ = ["Plan", "PlanRow", "plan"]
@@ -21,6 +22,7 @@ class Plan:
     Attributes:
       rows: costliest matrices first.
       device: name of the device model.
+      advice: what would save bytes in a whole step, as sentences.
 
     Example:
       >>> import jax
@@ -34,6 +36,7 @@ class Plan:
 
     rows: tuple[PlanRow, ...]
     device: str
+    advice: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -54,7 +57,7 @@ class Plan:
         """Rows and totals as plain data for JSON."""
         rows = [dataclasses.asdict(row) for row in self.rows]
         totals = {"bytes": self.bytes, "flops": self.flops, "seconds": self.seconds}
-        return {"device": self.device, "rows": rows, "totals": totals}
+        return {"device": self.device, "rows": rows, "totals": totals, "advice": self.advice}
 
     def __str__(self) -> str:
         return format_table(_HEADER, [_cells(row) for row in self.rows]) + "\n" + self._summary()
@@ -66,10 +69,11 @@ class Plan:
         periods = sorted({row.period for row in self.rows} - {1})
         over = " or ".join(map(str, periods))
         average = f"on average over {over} updates, " if periods else ""
-        return (
+        total = (
             f"{average}a device receives {quantity(self.bytes, 'B')} and the busiest computes "
             f"{quantity(self.flops, 'FLOP')}: {quantity(self.seconds, 's')} on {self.device}"
         )
+        return "\n".join([total, *self.advice])
 
 
 _HEADER = ("leaves", "matrices", "spec", "strategy", "bytes", "FLOPs", "time", "reason")
@@ -120,6 +124,14 @@ def plan(tx: optax.GradientTransformation, params: Any) -> Plan:
       >>> chosen.rows[0].strategy, chosen.bytes == 2 * 4096 * 14336 * 2 * 7 // 8
       ('all_to_all', True)
     """
-    planned = [plan_rows(found.config, found.params) for found in find_configs(tx, params)]
-    names = dict.fromkeys(model.name for model, _ in planned)
-    return Plan(tuple(row for _, rows in planned for row in rows), ", ".join(names))
+    found = find_configs(tx, params)
+    planned = [plan_rows(one.config, one.params) for one in found]
+    said = [
+        advice_on_moments(one.config, one.params, each)
+        for one, each in zip(found, planned, strict=True)
+    ]
+    return Plan(
+        rows=tuple(row for each in planned for row in each.rows),
+        device=", ".join(dict.fromkeys(each.model.name for each in planned)),
+        advice=tuple(advice for advice in said if advice is not None),
+    )

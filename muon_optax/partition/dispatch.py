@@ -33,11 +33,14 @@ from muon_optax.partition import (
     warn,
 )
 from muon_optax.sharding.bound_leaf import BoundLeaf
-from muon_optax.sharding.specs import whole_shapes
+from muon_optax.sharding.declared import declared_specs
+from muon_optax.sharding.options import Shardings
+from muon_optax.sharding.specs import read_sharding, whole_shapes
 from muon_optax.transforms.binding import bound_leaves
 from muon_optax.transforms.momentum_state import MuonState
+from muon_optax.transforms.sharded_moments import MovedMoments, with_moved_moments
 from muon_optax.transforms.stage import Stage, bound_transformation
-from muon_optax.transforms.wrappers import passing_over
+from muon_optax.transforms.wrappers import passing_over, summing
 
 __all__ = ["dispatch"]
 
@@ -70,12 +73,12 @@ def dispatch(
     ) -> optax.GradientTransformationExtraArgs:
         transforms: dict[Hashable, optax.GradientTransformation] = {
             "muon": passing_over(bound_transformation(muon_step, bound.leaves)),
-            "adam": adam_step,
+            "adam": with_moved_moments(adam_step, bound.moved),
         }
         if has_frozen:
             transforms["frozen"] = optax.set_to_zero()
         labels = whole_variables(bound.assignment.labels_of(tree))
-        return optax.partition(transforms, lambda _: labels)
+        return summing(optax.partition(transforms, lambda _: labels))
 
     def init(params):
         if note_if_searched(config, params):
@@ -114,11 +117,13 @@ class _Bound(NamedTuple):
       assignment: who gets each leaf.
       leaves: the records of Muon's leaves that have a gradient, in flattening order.
       whole: the tree, with the shapes of whole leaves.
+      moved: AdamW's leaves whose moments are sharded otherwise, by path.
     """
 
     assignment: Assignment
     leaves: list[BoundLeaf]
     whole: Any
+    moved: dict[Segments, MovedMoments]
 
 
 def _bind(config: MuonConfig, tree: Any, updates: Any, params: Any) -> _Bound:
@@ -144,7 +149,20 @@ def _bind(config: MuonConfig, tree: Any, updates: Any, params: Any) -> _Bound:
         by_path = dict(leaves_with_segments(params))
         leaves = [by_path.get(path, x) for path, x in leaves_with_segments(ours)]
         ours = jax.tree.structure(ours).unflatten(leaves)
-    return _Bound(assignment, bound_leaves(ours, [views[path] for path in paths], shardings), whole)
+    leaves = bound_leaves(ours, [views[path] for path in paths], shardings)
+    return _Bound(assignment, leaves, whole, _moved_moments(like, shardings))
+
+
+def _moved_moments(like: Any, shardings: Shardings) -> dict[Segments, MovedMoments]:
+    """The leaves whose moments are sharded otherwise than they are."""
+    if shardings.moments is None:
+        return {}
+    specs = (declared_specs(where, like) for where in (shardings.moments, shardings.params))
+    return {
+        path: MovedMoments(moved, read_sharding(x, param))
+        for (path, x), moved, param in zip(leaves_with_segments(like), *specs, strict=True)
+        if moved is not None
+    }
 
 
 def _may_freeze(partition: Partition) -> bool:

@@ -27,7 +27,6 @@ from muon_optax.sharding.declared import (
     mesh_of,
     spec_without,
 )
-from muon_optax.sharding.reductions import check_summed, reduced_like, summed
 from muon_optax.sharding.specs import LeafSharding, read_sharding
 from muon_optax.sharding.trace_context import mapped_axes
 
@@ -232,13 +231,12 @@ def keeping_placement(
 
     Counts are made where the parameters are, as an update leaves them: else the second step would
     be traced and compiled anew. Updates are formed in device memory, since JAX multiplies no array
-    of one memory with one of another, and go back with the state to where they came from. Unreduced
-    gradients are summed, and updates have the types of their parameters.
+    of one memory with one of another, and go back with the state to where they came from.
     """
     inner = optax.with_extra_args_support(inner)
 
     def init(params):
-        state, sharding = inner.init(summed(params)), _replicated_sharding(params)
+        state, sharding = inner.init(params), _replicated_sharding(params)
         zero = _mapped_zero(params)
         if zero is not None:
             return jax.tree.map(lambda x: x if x.ndim else x + zero.astype(x.dtype), state)
@@ -247,13 +245,10 @@ def keeping_placement(
         return jax.tree.map(lambda x: x if sharding is None else _scalar_at(sharding, x), state)
 
     def update(updates, state, params=None, **extra_args):
-        check_summed(updates)
-        like = updates if params is None else params
         new, new_state = inner.update(
-            to_device(summed(updates)), to_device(state), to_device(summed(params)), **extra_args
+            to_device(updates), to_device(state), to_device(params), **extra_args
         )
-        new = reduced_like(like, to_memory_of(updates, new))
-        return new, to_memory_of(state, new_state)
+        return to_memory_of(updates, new), to_memory_of(state, new_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -4,6 +4,7 @@ import itertools
 import math
 
 from muon_optax.sharding.declared import Axes
+from muon_optax.sharding.reductions import Summation
 from muon_optax.sharding.specs import LeafSharding
 
 __all__ = ["moved_axes", "resharding_bytes", "summing_bytes"]
@@ -56,7 +57,17 @@ def _dims(old: LeafSharding, new: LeafSharding) -> list[tuple[Axes, Axes]]:
     return list(itertools.zip_longest(old.spec, new.spec, fillvalue=()))
 
 
-def summing_bytes(sharding: LeafSharding, axes: Axes, itemsize: int) -> int:
-    """Bytes that a device receives to sum a block over mesh axes by an all-reduce."""
-    parts = sharding.count(axes)
-    return 2 * math.prod(sharding.block) * itemsize * (parts - 1) // parts
+def summing_bytes(sharding: LeafSharding, how: Summation, itemsize: int) -> tuple[int, int]:
+    """Bytes that a device receives to sum a block over mesh axes.
+
+    Args:
+      sharding: of the summands.
+      how: over which axes, and how.
+      itemsize: bytes of an element.
+
+    Returns:
+      Those of reduce-scatters and those of all-reduces.
+    """
+    size = math.prod(sharding.block) * itemsize
+    parts, rest = (sharding.count(axes) for axes in (how.axes, how.rest))
+    return size * (parts - 1) // parts, 2 * (size // parts) * (rest - 1) // rest

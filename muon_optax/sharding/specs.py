@@ -120,6 +120,18 @@ class LeafSharding:
         """Which of these mesh axes cut each dim."""
         return tuple(tuple(a for a in dim if a in axes) for dim in self.spec)
 
+    def over(self, more: Sequence[Axes]) -> "LeafSharding":
+        """The sharding with more mesh axes on each dim, after those that it has."""
+        added = {a for axes in more for a in axes}
+        return dataclasses.replace(
+            self,
+            spec=tuple((*old, *new) for old, new in zip(self.spec, more, strict=True)),
+            written=PartitionSpec(
+                *((*old, *new) or None for old, new in zip(self.type_key, more, strict=True))
+            ),
+            free=tuple(a for a in self.free if a not in added),
+        )
+
     def without(self, axes: Axes) -> "LeafSharding":
         """The sharding without these mesh axes."""
         spec = tuple(tuple(a for a in dim if a not in axes) for dim in self.spec)

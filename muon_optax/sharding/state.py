@@ -1,5 +1,6 @@
 """How an optimizer's state is sharded."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -42,7 +43,7 @@ def state_shardings(
 
     Moments and momenta are sharded like their parameters, and those that are sums over some dims
     like what is left of these; all else is replicated. A `muon` in `tx`
-    is asked for what it was told of shardings.
+    is asked for what it was told of shardings, `shard_moments_over` included.
 
     Args:
       tx: the optimizer: `muon`, or any chain of optax transformations around it.
@@ -68,32 +69,37 @@ def state_shardings(
       >>> state.trace["w"].spec
       P('fsdp',)
     """
-    told = _told(tx, params)
-    of_params = told.params if param_shardings is None else resolve(param_shardings, params)
+    told = _told(tx, params, resolve(param_shardings, params))
     of_momentum = told.momentum if mu_shardings is None else resolve(mu_shardings, params)
-    where = _named_shardings(params, of_params)
+    where = _named_shardings(params, told.params)
     structs = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
     state = jax.eval_shape(tx.init, structs)
     found = _like_params(tx, state, structs, where)
-    if of_momentum is None:
-        return found
-    moved = _like_params(tx, state, structs, _named_shardings(params, of_momentum))
-    is_muon = lambda x: isinstance(x, MuonState)  # noqa: E731
+    for kind, of_moments in ((MuonState, of_momentum), (optax.ScaleByAdamState, told.moments)):
+        if of_moments is not None:
+            named = _named_shardings(params, of_moments, declared_specs(where, params))
+            moved = _like_params(tx, state, structs, named)
+            found = _with_moments(kind, found, moved)
+    return found
+
+
+def _with_moments(kind: type, old: Any, new: Any) -> Any:
+    """The states `old`, where they are of a kind with the moments of `new`."""
     return jax.tree.map(
-        lambda old, new: old._replace(mu=new.mu) if is_muon(old) else old,
-        found,
-        moved,
-        is_leaf=is_muon,
+        lambda a, b: b._replace(count=a.count) if isinstance(a, kind) else a,
+        old,
+        new,
+        is_leaf=lambda x: isinstance(x, kind),
     )
 
 
-def _told(tx: optax.GradientTransformation, params: Any) -> Shardings:
-    """What the one `muon` in a transformation was told, if there is one."""
+def _told(tx: optax.GradientTransformation, params: Any, where: Any) -> Shardings:
+    """What the one `muon` in a transformation was told, if there is one, unless `where` says it."""
     found = search_configs(tx, params)
     if len(found) != 1:
-        return Shardings()
+        return Shardings(where)
     config = found[0].config
-    return config.declared.of(params, config.views)
+    return config.declared.of(params, config.views, where)
 
 
 def _like_params(tx: optax.GradientTransformation, state: Any, params: Any, where: Any) -> Any:
@@ -113,12 +119,13 @@ def _like_params(tx: optax.GradientTransformation, state: Any, params: Any, wher
     )
 
 
-def _named_shardings(params: Any, where: Any) -> Any:
-    """A NamedSharding for each parameter; `where` is a tree, or None for what `params` say."""
+def _named_shardings(params: Any, where: Any, default: Sequence[Declared] | None = None) -> Any:
+    """A NamedSharding for each parameter: what `where` says, else `default`, else `params`."""
     own = {path for path, _ in leaves_with_segments(where, is_spec)}
     specs = declared_specs(where, params)
     if None in specs:  # of all leaves, or, in metadata, of some
-        specs = [b if a is None else a for a, b in zip(specs, _own_specs(params), strict=True)]
+        default = _own_specs(params) if default is None else default
+        specs = [b if a is None else a for a, b in zip(specs, default, strict=True)]
     rows = zip(leaves_with_segments(params), specs, strict=True)
     found, problems = [], []
     for (path, leaf), spec in rows:

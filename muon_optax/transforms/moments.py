@@ -9,10 +9,18 @@ import jax.numpy as jnp
 import optax
 
 from muon_optax._internal.dtypes import wide_dtype
+from muon_optax._internal.tree_paths import Segments, leaves_with_segments
 from muon_optax.sharding.placement import is_abstract, is_on_host, to_device, to_host
 from muon_optax.transforms.momentum_state import MuonState
 
-__all__ = ["holds_moments", "is_moments", "map_moments", "moment_dtype", "zeros_like_parameter"]
+__all__ = [
+    "first_moments",
+    "holds_moments",
+    "is_moments",
+    "map_moments",
+    "moment_dtype",
+    "zeros_like_parameter",
+]
 
 # The fields of each kind of state that are trees of moments, one for each leaf.
 _FIELDS: dict[type, tuple[str, ...]] = {MuonState: ("mu",), optax.ScaleByAdamState: ("mu", "nu")}
@@ -63,6 +71,19 @@ def map_moments(function: Callable[..., Any], state: Any, *others: Any) -> Any:
         return x._replace(**new)
 
     return jax.tree.map(mapped, state, *others, is_leaf=is_moments)
+
+
+def first_moments(state: Any) -> dict[Segments, Any]:
+    """The first moment that a state has for each leaf, by path."""
+    found: dict[Segments, Any] = {}
+
+    def noted(tree: Any) -> Any:
+        for path, moment in leaves_with_segments(tree):
+            found.setdefault(path, moment)
+        return tree
+
+    map_moments(noted, state)
+    return found
 
 
 def moment_dtype(wanted: Any, own: Any) -> jnp.dtype:

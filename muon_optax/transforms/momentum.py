@@ -22,7 +22,7 @@ from muon_optax._internal.tree_paths import (
 from muon_optax.sharding.placement import keeping_placement
 from muon_optax.transforms.moments import moment_dtype, zeros_like_parameter
 from muon_optax.transforms.momentum_state import MuonState
-from muon_optax.transforms.wrappers import passing_over
+from muon_optax.transforms.wrappers import passing_over, summing
 
 __all__ = [
     "Momentum",
@@ -187,4 +187,5 @@ def scale_by_momentum(
         mixed = jax.tree.map(functools.partial(combine, weights.mix), mu, updates)
         return cast_like(mixed, updates), MuonState(count, cast_like(new, state.mu))
 
-    return keeping_placement(passing_over(optax.GradientTransformation(buffer.init_state, update)))
+    whole = passing_over(optax.GradientTransformation(buffer.init_state, update))
+    return keeping_placement(summing(whole))

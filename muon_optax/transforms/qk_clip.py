@@ -29,7 +29,7 @@ from muon_optax.sharding.declared import declared_specs
 from muon_optax.sharding.options import ShardingOptions
 from muon_optax.sharding.placement import keeping_placement
 from muon_optax.sharding.specs import read_shardings
-from muon_optax.transforms.wrappers import passing_over
+from muon_optax.transforms.wrappers import passing_over, summing
 
 __all__ = ["Attention", "HeadRole", "HeadWeight", "clip_qk", "qk_clip"]
 
@@ -246,7 +246,8 @@ def qk_clip(
         rows = zip(leaves, jax.tree.leaves(params), factors, strict=True)
         return treedef.unflatten([u if f is None else _led(u, w, f) for u, w, f in rows]), state
 
-    return keeping_placement(passing_over(optax.GradientTransformationExtraArgs(init, update)))
+    tx = optax.GradientTransformationExtraArgs(init, update)
+    return keeping_placement(passing_over(summing(tx)))
 
 
 def _check(tau: Any, alpha: Any, heads: Any) -> None:

@@ -14,7 +14,7 @@ import optax
 from muon_optax._internal.tree_paths import cast_like
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.placement import keeping_placement
-from muon_optax.transforms.wrappers import passing_over, widened
+from muon_optax.transforms.wrappers import passing_over, summing, widened
 
 __all__ = [
     "MatrixTransformation",
@@ -74,11 +74,14 @@ def matrix_transformation(stage: Stage, bind: Callable[[Any, Any], Leaves]) -> M
       The transformation.
     """
 
+    def at(leaves: Leaves) -> optax.GradientTransformationExtraArgs:
+        return summing(bound_transformation(stage, leaves))
+
     def init(params):
-        return stage.init(params, bind(params, params))
+        return at(bind(params, params)).init(params)
 
     def update(updates, state, params=None, **extra_args):
-        return stage.update(updates, state, params, bind(updates, params), **extra_args)
+        return at(bind(updates, params)).update(updates, state, params, **extra_args)
 
     whole = keeping_placement(passing_over(optax.GradientTransformationExtraArgs(init, update)))
     return MatrixTransformation(whole.init, whole.update, stage)

@@ -1,5 +1,6 @@
-"""Small wrappers around optax transformations: dtypes, and leaves without a gradient."""
+"""Small wrappers around optax transformations: dtypes, sums, and leaves without a gradient."""
 
+import functools
 from typing import Any
 
 import jax
@@ -8,12 +9,16 @@ import optax
 from muon_optax._internal.dtypes import as_dtype, wide_dtype
 from muon_optax._internal.leaf_types import is_float_leaf
 from muon_optax._internal.tree_paths import cast_like, with_leaves, without_absent
-from muon_optax.transforms.moments import map_moments
+from muon_optax.sharding.placement import to_types_of
+from muon_optax.sharding.reductions import reduced_like, summed
+from muon_optax.transforms.moments import first_moments, map_moments
 
 __all__ = [
     "in_float32",
     "passing_over",
+    "summing",
     "widened",
+    "with_params_like_updates",
 ]
 
 
@@ -33,6 +38,20 @@ def in_float32(
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
+def with_params_like_updates(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Gives `inner` parameters that are sharded like the updates, along Explicit mesh axes."""
+    inner = optax.with_extra_args_support(inner)
+
+    def update(updates, state, params=None, **extra_args):
+        if params is not None:
+            params = to_types_of(updates, params)
+        return inner.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
 def widened(tree: Any) -> Any:
     """The tree with its floating-point leaves in float32 at least.
 
@@ -42,6 +61,29 @@ def widened(tree: Any) -> Any:
       {'count': Array(1, dtype=int32), 'mu': Array([1., 1.], dtype=float32)}
     """
     return jax.tree.map(lambda x: as_dtype(x, wide_dtype(x.dtype)) if is_float_leaf(x) else x, tree)
+
+
+def summing(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Sums unreduced gradients, and gives updates the types of their parameters.
+
+    A sum goes by a reduce-scatter to where its moment is sharded, as the type of that tells. The
+    inner transformation gets plain types. Without parameters, whose shardings updates shall have,
+    each device keeps its block.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params):
+        return inner.init(summed(params))
+
+    def update(updates, state, params=None, **extra_args):
+        if params is None:
+            new, new_state = inner.update(summed(updates), state, **extra_args)
+            return reduced_like(updates, new, updates), new_state
+        grads = summed(updates, functools.partial(first_moments, state))
+        new, new_state = inner.update(grads, state, summed(params), **extra_args)
+        return reduced_like(params, new, updates), new_state
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def passing_over(
