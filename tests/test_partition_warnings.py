@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from containers import Unnamed
 
 from muon_optax import Rule
@@ -68,6 +69,15 @@ def test_undeclared_stacks_warn():
     assert "v (3, 4)" in stack
     assert "Rule('v', 'muon')" in stack
     assert "other" not in stack
+
+
+@pytest.mark.parametrize("name", ["norm_1", "ln2", "rms", "attn_norm", "input_layernorm"])
+def test_stacked_vectors_that_are_called_norms_do_not_warn(name):
+    params = {"layers": {"up": zeros(3, 4, 5), name: zeros(3, 4)}, "mix": zeros(4, 3)}
+    reasons = {d.path: (d.label, d.reason) for d in assign(params).decisions}
+    assert reasons[f"layers/{name}"] == ("adam", "norm")
+    (no_view,) = warned(params)
+    assert STACK not in no_view
 
 
 def test_vectors_of_a_scanned_block_warn_too():

@@ -118,7 +118,7 @@ class Evidence:
         if len(leaf.shape) > 2:
             return self._of_many_dims(leaf)
         if not _multiplies(leaf) and self._stacks.has_vector(leaf):
-            return "stacked_vector"
+            return "norm" if names.NORM.is_in(leaf.name.layer) else "stacked_vector"
         return self._head(leaf) or self._unconnected(leaf) or self._matrix(leaf)
 
     def _unconnected(self, leaf: Leaf) -> Role | None:
