@@ -65,6 +65,10 @@ class LeafSharding:
         used = {a for d in dims for a in self.spec[d]}
         return tuple(a for a in self.mesh.axis_names if a in used)
 
+    def manual_axes_of(self, dims: Sequence[int]) -> Axes:
+        """Manual mesh axes on these dims, those of each dim major to minor."""
+        return tuple(a for d in dims for a in self.spec[d] if a in self.manual) if self.spec else ()
+
     @property
     def block(self) -> tuple[int, ...]:
         """Shape of one device's block."""

@@ -326,14 +326,9 @@ def _sum(grad: jax.Array, momentum: jax.Array) -> jax.Array:
     return momentum.astype(dtype) + grad.astype(dtype)
 
 
-def _manual_axes(sharding: LeafSharding, dim: int) -> tuple[str, ...]:
-    """Manual mesh axes that shard a dim."""
-    return tuple(a for a in sharding.spec[dim] if a in sharding.manual) if sharding.spec else ()
-
-
 def _block_along(sharding: LeafSharding, x: jax.Array, dim: int) -> jax.Array:
     """This device's block along one dim of an array that is whole along it."""
-    axes = _manual_axes(sharding, dim)
+    axes = sharding.manual_axes_of([dim])
     if not axes:
         return x
     size = x.shape[dim] // sharding.count(axes)

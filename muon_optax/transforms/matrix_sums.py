@@ -266,11 +266,11 @@ class WholeSums:
         """This device's part of all sums."""
         summed = self.sums.dims
         if self.is_summed:
-            x = _on_first_device(x, _manual_axes(sharding, summed))
+            x = _on_first_device(x, sharding.manual_axes_of(summed))
         else:
             x = self.sums.block_sums(sharding, x)
         for dim in self.dims:
-            axes = () if dim in summed else _manual_axes(sharding, [dim])
+            axes = () if dim in summed else sharding.manual_axes_of([dim])
             if axes:
                 shape = (*x.shape[:dim], sharding.shape[dim], *x.shape[dim + 1 :])
                 zeros = as_varying(jnp.zeros(shape, x.dtype), varying_axes(x))
@@ -351,12 +351,6 @@ def sums_and_moments(
 def _on_first_device(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """What all devices along mesh axes have, on the first of them; zeros on the others."""
     return jnp.where(jax.lax.axis_index(axes) == 0, x, 0) if axes else x
-
-
-def _manual_axes(sharding: LeafSharding, dims: Sequence[int]) -> tuple[str, ...]:
-    """Manual mesh axes that shard dims; those of one dim major to minor."""
-    spec = sharding.spec or ((),) * len(sharding.shape)
-    return tuple(a for d in dims for a in spec[d] if a in sharding.manual)
 
 
 def _without_dims(sharding: LeafSharding, dims: Sequence[int]) -> LeafSharding:
