@@ -266,6 +266,18 @@ def test_the_bytes_of_compiled_programs():
 CONTESTANTS = ("muon_optax", "optax")
 
 
+def test_the_bytes_of_a_training_step():
+    records = json.loads((ROOT / "benchmarks/results/training_step.json").read_text())
+    kinds = {"ddp": "Auto", "hsdp": "Explicit"}
+    rows = rows_of("zero1.md", "| program | mesh axes | received |")
+    assert [row[0].strip("`") for row in rows] == [record["program"] for record in records]
+    for (name, kind, units), record in zip(rows, records, strict=True):
+        is_typed = "reduced" in name
+        assert kind == ("Explicit" if is_typed else kinds[name.strip("`").split(",")[0]])
+        received = record["received"] - record["forward"]
+        assert float(units) == pytest.approx(received / record["weights"], abs=0.006)
+
+
 def test_the_cosine_of_two_conventions():
     """Gradients that have nothing in common: the weights of the mixes are their coordinates."""
     grads = list(np.eye(20))

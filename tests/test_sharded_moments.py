@@ -174,6 +174,18 @@ def test_plain_gradients_of_replicas(kind):
     assert_sharded(nu, NamedSharding(mesh, P(("fsdp", "replica"))))
 
 
+def test_a_state_of_another_sharding_goes_on():
+    mesh = make_mesh(LINE)
+    params = placed(mesh, P())
+    state = jax.jit(optimizer().init)(params)
+    tx = optimizer(shard_moments_over="data")
+    updates, new = jax.jit(tx.update)(params, state, params)
+    assert jax.tree.map(jax.typeof, updates) == jax.tree.map(jax.typeof, params)
+    shardings = jax.tree.leaves(state_shardings(tx, params))
+    for x, sharding in zip(jax.tree.leaves(new), shardings, strict=True):
+        assert_sharded(x, sharding)
+
+
 def test_shapes_get_the_shardings_that_are_declared_of_them():
     mesh = make_mesh(LINE)
     structs = {k: shape(x.shape, None) for k, x in model()[0].items()}
