@@ -359,6 +359,12 @@ def test_rounds_that_gain_nothing_are_not_shared():
     # Full rounds and a lone rest.
     full = {"a": Leaf((8, 64, 64), P(None, "f"), STACK), "b": two["b"]}
     assert rounds(full) == [None, None]
+    # Sharded over an axis of one device, over which the types of results may not vary.
+    ones = {
+        "a": Leaf((3, 64, 64), P(None, "f", "one"), STACK),
+        "b": Leaf((3, 64, 48), P(None, "f"), STACK),
+    }
+    assert rounds(ones, {"f": 8, "one": 1}) == [None, None]
     # Sharded over other devices, or in groups of them.
     apart = {
         "a": Leaf((2, 64, 64), P(None, "e"), STACK),
