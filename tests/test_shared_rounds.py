@@ -192,7 +192,7 @@ def test_results_that_go_whole_to_every_device():
     placed = jax.device_put(grads, whole)
     update = jax.jit(tx.update)
     traced = str(jax.make_jaxpr(tx.update)(placed, tx.init(placed)))
-    assert (traced.count(" all_to_all["), traced.count(" all_gather")) == (1, 1)
+    assert (traced.count(" all_to_all["), traced.count(" all_gather_invariant[")) == (1, 1)
     updates, state = update(placed, tx.init(placed))
     want = sharded.answers(leaves, grads)
     for name, leaf in leaves.items():
@@ -359,6 +359,12 @@ def test_rounds_that_gain_nothing_are_not_shared():
     # Full rounds and a lone rest.
     full = {"a": Leaf((8, 64, 64), P(None, "f"), STACK), "b": two["b"]}
     assert rounds(full) == [None, None]
+    # Sharded over an axis of one device, over which the types of results may not vary.
+    ones = {
+        "a": Leaf((3, 64, 64), P(None, "f", "one"), STACK),
+        "b": Leaf((3, 64, 48), P(None, "f"), STACK),
+    }
+    assert rounds(ones, {"f": 8, "one": 1}) == [None, None]
     # Sharded over other devices, or in groups of them.
     apart = {
         "a": Leaf((2, 64, 64), P(None, "e"), STACK),

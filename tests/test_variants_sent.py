@@ -35,17 +35,19 @@ for name in ("muonbp", "dion2", "nordion2"):
 PIECES = {"cautious": 0, "normuonh": 2, "floor and brake": 2}
 # The variants that take another step of sums are compiled for every layout, the others for one.
 MANY = ("normuon", "namo_d", "muonh", "floor and brake", "cautious")
-LAYOUTS: dict[str, tuple[P, str, Any]] = {
-    "FSDP x TP": (P("a", "b"), "explicit", OPTIONS),
-    "FSDP, rows": (P(("a", "b")), "manual", MANY),
-    "FSDP, columns": (P(None, "b"), "auto", MANY),
+# With what Muon itself sends: a round that all buckets share, or a gather for each.
+ROUND, GATHERS = {"all-to-all": 2}, {"all-gather": BUCKETS}
+LAYOUTS: dict[str, tuple[P, str, Any, dict[str, int]]] = {
+    "FSDP x TP": (P("a", "b"), "explicit", OPTIONS, ROUND),
+    "FSDP, rows": (P(("a", "b")), "manual", MANY, ROUND),
+    "FSDP, columns": (P(None, "b"), "auto", MANY, GATHERS),
 }
 
 
 @functools.cache
 def program(layout: str, name: str | None) -> Program:
     """The update with a variant; with none it is Muon's own."""
-    spec, kind, _ = LAYOUTS[layout]
+    spec, kind, *_ = LAYOUTS[layout]
     where = {k: jax.NamedSharding(mesh_of(kind), spec) for k in SHAPES}
     options = {"bias_correction": False} if name is None else OPTIONS[name]
     tx = in_muon(muon_weight_dimension_numbers=VIEWS, param_shardings=where, **options)
@@ -58,14 +60,14 @@ def mesh_of(kind: str) -> Any:
 
 @pytest.mark.parametrize(
     ("layout", "name"),
-    [(layout, name) for layout, (*_, names) in LAYOUTS.items() for name in names],
+    [(layout, name) for layout, (_, _, names, _) in LAYOUTS.items() for name in names],
 )
 def test_a_piece_sends_one_all_reduce_of_sums(layout, name):
-    """Where Muon gathers matrices, no other is gathered, and what is reduced is no matrix."""
+    """Where Muon sends matrices, no other is sent, and what is reduced is no matrix."""
     own, whole = program(layout, None), program(layout, name)
     counts, received = whole.counts, whole.received_by_kind
     reduced, sums = counts.pop("all-reduce", 0), received.pop("all-reduce", 0)
-    assert counts == own.counts == {"all-gather": BUCKETS}
+    assert counts == own.counts == LAYOUTS[layout][-1]
     assert received == own.received_by_kind
     pieces = PIECES.get(name, 1)
     assert reduced == pieces

@@ -77,7 +77,9 @@ class BoundLeaf:
     @property
     def round_key(self) -> tuple:
         """Equal for leaves whose matrices may be sent at once, whatever their shapes."""
-        return (self.shard_axes, *self._rest_of_key)
+        # Results of one array vary over all its axes, those of size 1 too, by their type.
+        axes = frozenset(a for _, side in self.sides for a in side)
+        return (self.shard_axes, axes, *self._rest_of_key)
 
     def key_or_transposed(self, newton_schulz: NewtonSchulz | None) -> tuple:
         """Equal for leaves, too, whose transposes are sharded as this one is.
