@@ -4,7 +4,7 @@ from muon_optax.partition.roles import roles_of
 
 Shapes = dict[str, tuple[int, ...]]
 
-DOUBTS = ("own_array", "loose_table", "loose_end")
+DOUBTS = ("bare_parameter", "possible_table", "possible_head")
 MATRICES = {"matrix", "transposed_matrix"}
 
 
@@ -14,10 +14,10 @@ def exact_roles(shapes: Shapes) -> dict[str, str]:
 
 
 def roles(shapes: Shapes) -> dict[str, str]:
-    """Roles, where a hidden matrix with a loose end is a hidden matrix.
+    """Roles, where a doubtful hidden matrix is a hidden matrix.
 
     These trees are cut to a few layers, so that their outputs mostly go nowhere. The doubts have
-    tests of their own, `test_partition_loose_ends`.
+    tests of their own, `test_partition_doubtful`.
     """
     return {path: _undoubted(role) for path, role in exact_roles(shapes).items()}
 

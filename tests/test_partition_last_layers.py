@@ -263,7 +263,7 @@ def test_outputs_that_are_a_fraction_of_the_inputs_are_no_shift_and_scale(name, 
         "norm/weight": (96,),
         f"{name}/weight": (data, 96),
     }
-    assert in_model(shapes, TORCH_BLOCK)[f"{name}/weight"] == "inner_head"
+    assert in_model(shapes, TORCH_BLOCK)[f"{name}/weight"] == "transposed_inner_head"
 
 
 def test_a_shift_and_a_scale_before_the_last_layer_are_hidden():
@@ -311,8 +311,8 @@ def test_a_layer_to_pixels_is_doubtful_beside_a_norm_of_as_many(name):
         "patch_to_emb/2/weight": (64, 192),
         f"{name}/weight": (192, 64),
     }
-    assert in_model(shapes, TORCH_BLOCK)[f"{name}/weight"] == "inner_head"
-    assert role_in_model("image_to_text/weight", (192, 64), TORCH_BLOCK) != "inner_head"
+    assert in_model(shapes, TORCH_BLOCK)[f"{name}/weight"] == "transposed_inner_head"
+    assert "inner_head" not in role_in_model("image_to_text/weight", (192, 64), TORCH_BLOCK)
 
 
 def test_a_narrow_last_layer_is_doubtful_where_only_tables_take_as_many():
@@ -320,7 +320,21 @@ def test_a_narrow_last_layer_is_doubtful_where_only_tables_take_as_many():
     tables = {"codes_of/a/weight": (44, 8), "codes_of/t/weight": (1473, 8)}
     last = {"latents_linear/1/weight": (8, 64)}
     found = in_model(tables | last, TORCH_BLOCK)
-    assert found["latents_linear/1/weight"] == "data_output"
+    assert found["latents_linear/1/weight"] == "transposed_data_output"
     layer = {"codes_of/a/bias": (44,)}
     found = in_model(tables | last | layer, TORCH_BLOCK)
     assert found["latents_linear/1/weight"] == "transposed_matrix"
+
+
+def test_alike_last_layers_are_heads_where_one_of_them_is():
+    """A mask for each frequency band: some are as wide as what another band's layer takes."""
+    heads: dict[str, tuple[int, ...]] = {}
+    for band, outputs in enumerate([16, 24, 40]):
+        heads[f"masks/{band}/mlp/0/weight"] = (256, 64)
+        heads[f"masks/{band}/mlp/2/weight"] = (outputs, 256)
+    bands = {"split/0/weight": (64, 16), "split/1/weight": (64, 24)}
+    found = in_model(heads | bands, TORCH_BLOCK)
+    lasts = {path for path, role in found.items() if role == "wide_output"}
+    assert lasts == {f"masks/{band}/mlp/2/weight" for band in range(3)}
+    found = in_model(heads | bands | {"split/2/weight": (64, 40)}, TORCH_BLOCK)
+    assert "wide_output" not in found.values()  # all of them may go on

@@ -2,7 +2,7 @@
 
 from muon_optax._internal.tree_paths import Segments
 from muon_optax.partition.rules import RolePattern, Rule, first_rules
-from muon_optax.partition.tree import Role
+from muon_optax.partition.tree import TRANSPOSED, Role
 from muon_optax.views.matrix_view import MuonDimensionNumbers
 
 __all__ = ["ADAM_RULES", "MATRIX_RULES", "default_rules", "rule_by_name"]
@@ -14,36 +14,15 @@ def _adam(role: Role, reason: str, warning: str | None = None) -> Rule:
     return Rule(RolePattern(role), "adam", reason, optional=True, warning=warning)
 
 
-def _muon(
-    role: Role,
-    reason: str,
-    warning: str | None = None,
-    view: MuonDimensionNumbers | None = None,
-) -> Rule:
-    return Rule(RolePattern(role), "muon", reason, view, optional=True, warning=warning)
+def _muon(role: Role, reason: str, warning: str | None = None) -> tuple[Rule, ...]:
+    """The rule of matrices [in, out], and that of the same kind kept as [out, in]."""
+    as_kept = Rule(RolePattern(role), "muon", reason, optional=True, warning=warning)
+    if role not in TRANSPOSED:
+        return (as_kept,)
+    transposed, view = RolePattern(TRANSPOSED[role]), MuonDimensionNumbers(1, 0)
+    as_rule = Rule(transposed, "muon", f"{reason}, [out, in]", view, True, warning)
+    return (as_kept, as_rule)
 
-
-def _doubted(role: Role, transposed: Role, warning: str) -> tuple[Rule, Rule]:
-    """The rules of hidden matrices that may be something else, in both orders of axes."""
-    view = MuonDimensionNumbers(1, 0)
-    return (
-        _muon(role, "weight matrix", warning),
-        _muon(transposed, "weight matrix, [out, in]", warning, view),
-    )
-
-
-_OWN_ARRAY = (
-    "arrays with names of their own, beside layers that call theirs 'weight' or 'kernel', get Muon "
-    "as matrices; a table among them is AdamW's"
-)
-_LOOSE_TABLE = (
-    "matrices without a bias, where other layers have one or none has their sizes, get Muon; a "
-    "table among them, whose rows are looked up or added, is AdamW's"
-)
-_LOOSE_END = (
-    "matrices outside of the repeated layers get Muon, though nothing shows a layer that takes "
-    "their outputs; a last layer among them is AdamW's"
-)
 
 ADAM_RULES = (
     _adam("vector", "fewer than two dims"),
@@ -86,36 +65,50 @@ ADAM_RULES = (
 )
 
 MATRIX_RULES = (
-    _muon("matrix", "weight matrix"),
-    _muon("transposed_matrix", "weight matrix, [out, in]", view=MuonDimensionNumbers(1, 0)),
-    _muon(
+    *_muon("matrix", "weight matrix"),
+    *_muon(
         "matrix_of_unknown_order",
         "weight matrix, taken as [in, out]",
         "nothing tells whether these weights are [in, out] or [out, in], on which a scale depends; "
         "they are taken as [in, out]",
     ),
-    _muon(
+    *_muon(
         "inner_head",
         "weight matrix, though called a head or an output",
         "matrices that are called heads or outputs get Muon, since their outputs are as wide as "
         "hidden layers",
     ),
-    _muon(
+    *_muon(
         "data_output",
         "weight matrix, though its outputs are as many as the data's features",
         "matrices that give as many outputs as the model takes inputs get Muon; a last layer that "
         "reconstructs the data is AdamW's",
     ),
-    _muon(
+    *_muon(
         "unnamed",
         "weight matrix without a name",
         "leaves without names, as in lists or in containers registered without names "
         "(jax.tree_util.register_pytree_node), get Muon by their shapes alone; a table or a head "
         "among them is AdamW's",
     ),
-    *_doubted("own_array", "transposed_own_array", _OWN_ARRAY),
-    *_doubted("loose_table", "transposed_loose_table", _LOOSE_TABLE),
-    *_doubted("loose_end", "transposed_loose_end", _LOOSE_END),
+    *_muon(
+        "bare_parameter",
+        "weight matrix, though not called a weight",
+        "arrays with names of their own, beside layers that call theirs 'weight' or 'kernel', get "
+        "Muon as matrices; a table among them is AdamW's",
+    ),
+    *_muon(
+        "possible_table",
+        "weight matrix, though like a table by its sizes or its missing bias",
+        "matrices without a bias, where other layers have one or none has their sizes, get Muon; a "
+        "table among them, whose rows are looked up or added, is AdamW's",
+    ),
+    *_muon(
+        "possible_head",
+        "weight matrix, though no layer is seen that takes its outputs",
+        "matrices outside of the repeated layers get Muon, though nothing shows a layer that takes "
+        "their outputs; a last layer among them is AdamW's",
+    ),
 )
 
 

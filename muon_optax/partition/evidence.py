@@ -18,7 +18,6 @@ _MANY_OUTPUTS = 4096  # of a head whose outputs are taken again, as by a loss be
 _HEADS = ((("head",),), (("classifier",),))
 _SURE: tuple[Role, ...] = ("head", "output", "few_outputs", "tall_table")
 _LAST: tuple[Role, ...] = (*_SURE, "wide_output")
-_HIDDEN: tuple[Role, ...] = ("matrix", "transposed_matrix", "matrix_of_unknown_order")
 _FEW_OUTPUTS = 32  # of a small head, whose number others may have by chance
 _FEWEST = 4  # outputs of a box, a score, a mean and a deviation: no hidden layer is so narrow
 _OUTPUTS = {"out", "output", "outputs"}
@@ -69,6 +68,9 @@ class Evidence:
     def roles(self, rest: Sequence[Leaf]) -> list[Role]:
         """The roles of the rest: what each of them shows, and then what the heads found show."""
         found: list[Role] = [self._role(leaf) for leaf in rest]
+        doubtful = [x for x, r in zip(rest, found, strict=True) if r == "wide_output"]
+        last = {_kind(leaf) for leaf in doubtful if leaf.is_repeated}
+        found = [self._beside_alike(x, role, last) for x, role in zip(rest, found, strict=True)]
         pairs = list(zip(rest, found, strict=True))
         heads = _Heads(
             self._output_sizes(leaf for leaf, role in pairs if role in _LAST),
@@ -76,6 +78,14 @@ class Evidence:
             {n for x, role in pairs if not _is_tall(x, role) for n in self._order.inputs(x)},
         )
         return [self._beside_heads(leaf, role, heads) for leaf, role in pairs]
+
+    def _beside_alike(self, leaf: Leaf, role: Role, last: set[tuple[str, int]]) -> Role:
+        """Of a matrix so far, whether one that is called alike and takes as much is a last layer.
+
+        Of the heads of many frequency bands, some give as many as other layers take.
+        """
+        is_last = role == "matrix" and _kind(leaf) in last and self._ends_sequence(leaf)
+        return "wide_output" if is_last and not is_attention(leaf) else role
 
     def _output_sizes(self, leaves: Iterable[Leaf]) -> set[int]:
         axes = ((leaf, self._order.output_axis(leaf)) for leaf in leaves)
@@ -91,7 +101,7 @@ class Evidence:
         axis = self._order.output_axis(leaf)
         if role == "wide_output" and leaf.is_repeated and self._output_sizes([leaf]) & heads.sure:
             return "output"
-        if role not in _HIDDEN or axis is None or self._is_alone or _is_gate(leaf):
+        if role != "matrix" or axis is None or self._is_alone or _is_gate(leaf):
             return role
         size, width = _outputs_first(leaf, axis)
         is_of_head = size != width and size in heads.sizes and self.widths.is_free(size)
@@ -160,7 +170,8 @@ class Evidence:
         if is_attention(leaf):
             return None
         if leaf.is_repeated and not is_head:
-            return "wide_output" if self._ends_sequence(leaf, axis) else None
+            is_last = self._ends_sequence(leaf) and self._gives_what_none_takes(leaf)
+            return "wide_output" if is_last else None
         if axis is None and not is_head:
             return self._tall(leaf)
         size, width = sorted(leaf.shape)[::-1] if axis is None else _outputs_first(leaf, axis)
@@ -175,18 +186,21 @@ class Evidence:
             return found or self._reconstruction(leaf, size)
         return self._output(leaf, size, width)
 
-    def _ends_sequence(self, leaf: Leaf, axis: int | None) -> bool:
-        """Whether it is the last of layers that differ in a number, and gives what none takes.
+    def _ends_sequence(self, leaf: Leaf) -> bool:
+        """Whether it is the last of layers that differ in a number, and gives less than it takes.
 
         Graph networks count their last layer with the others: `convs.2.lin`. Of `box.1.layers.2`
         it is the last number that counts layers; the others count alike heads.
         """
-        alike = self._sequences[sequence_of(leaf)]
+        axis, alike = self._order.output_axis(leaf), self._sequences[sequence_of(leaf)]
         if axis is None or alike[-1] is not leaf or len(alike) < 2:
             return False
         size, width = _outputs_first(leaf, axis)
-        is_alone = all(other.shape[axis] != size for other in alike[:-1])
-        return size < width and is_alone and self.widths.is_free(size)
+        return size < width and all(other.shape[axis] != size for other in alike[:-1])
+
+    def _gives_what_none_takes(self, leaf: Leaf) -> bool:
+        axis = self._order.output_axis(leaf)
+        return axis is not None and self.widths.is_free(leaf.shape[axis])
 
     def _has_vocabulary(self, leaf: Leaf) -> bool:
         """Whether one of its sides, whichever, is the vocabulary of a table."""
@@ -250,13 +264,13 @@ class Evidence:
     def _matrix(self, leaf: Leaf) -> Role:
         if not self._is_alone and _is_unnamed(leaf):
             return "unnamed"
-        axis = self._order.output_axis(leaf)
-        if _is_inner_head(leaf, axis):
-            return "inner_head"
-        if leaf.shape[0] == leaf.shape[1] or axis != 0:
-            return "matrix"
-        is_told = self._order.is_told or not leaf.name.is_weight
-        return "transposed_matrix" if is_told else "matrix_of_unknown_order"
+        is_inner_head = _is_inner_head(leaf, self._order.output_axis(leaf))
+        return "inner_head" if is_inner_head else "matrix"
+
+
+def _kind(leaf: Leaf) -> tuple[str, int]:
+    """The leaf's path without numbers, and its longer side."""
+    return unnumbered(path_name(leaf.path)), max(leaf.shape)
 
 
 def sequence_of(leaf: Leaf) -> str:
@@ -279,7 +293,7 @@ def _is_narrow(leaf: Leaf, axis: int | None) -> bool:
 
     Only a bias, or the name 'kernel', tells these from a first layer of so few inputs for sure.
     """
-    if is_attention(leaf) or {"gate", "router"} & set(leaf.name.layer):
+    if is_attention(leaf) or names.GATE.is_in(leaf.name.layer):
         return False
     name = leaf.name
     is_sure = name.is_kernel or name.is_numbered or leaf.output_axis_by_bias is not None
@@ -311,7 +325,9 @@ def _is_tall(leaf: Leaf, role: Role) -> bool:
 
 
 def _is_gate(leaf: Leaf) -> bool:
-    """Whether it is in an attention or of a cell, but for layers beside the gates of the cell."""
+    """Whether it is a gate, in an attention or of a cell, but for layers beside a cell's gates."""
+    if names.GATE.is_in(leaf.name.layer):
+        return True
     is_in_cell = names.CELL.is_in(leaf.name.all_tokens)
     return is_attention(leaf) and not (is_in_cell and _LAYERS & set(leaf.name.layer))
 

@@ -21,6 +21,7 @@ __all__ = [
     "DEPTHWISE",
     "EMBEDDING",
     "ENTRY",
+    "GATE",
     "HEAD",
     "HEAD_MODULE",
     "HIDDEN",
@@ -179,6 +180,7 @@ HIDDEN = _means(
 )
 ATTENTION = _means("attn attention qkv kv wq wk wv wo", stems=("attn",), parts=("attention",))
 QUERY_KEY = _means("q k query key")
+GATE = _means("gate gates router routers")  # multiplies what other layers give
 CELL = _means("", parts=("lstm", "gru", "rnn", "cell"))
 
 

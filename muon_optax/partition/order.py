@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from muon_optax._internal.tree_paths import Segments
 from muon_optax.partition.names import word_set
-from muon_optax.partition.tree import Leaf
+from muon_optax.partition.tree import TRANSPOSED, Leaf, Role
 
 __all__ = ["Order", "layers_in_sequence"]
 
@@ -46,6 +46,15 @@ class Order:
             return {"kernel": len(leaf.shape) - 1, "weight": 0}.get(_kind(leaf))
         by_bias = leaf.output_axis_by_bias
         return self._usual.get(_kind(leaf)) if by_bias is None else by_bias
+
+    def role(self, leaf: Leaf, role: Role) -> Role:
+        """The role of a leaf, of a matrix also by which of its axes is the output."""
+        transposed = TRANSPOSED.get(role)
+        if transposed is None or leaf.shape[0] == leaf.shape[1] or self.output_axis(leaf) != 0:
+            return role
+        if self.is_told or not leaf.name.is_weight:
+            return transposed
+        return "matrix_of_unknown_order" if role == "matrix" else role
 
     def inputs(self, leaf: Leaf) -> Iterator[int]:
         """Sizes that its inputs may have."""

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from muon_optax._internal.tree_paths import Segments
 from muon_optax.partition import names
+from muon_optax.partition.doubtful import Doubtful
 from muon_optax.partition.evidence import Evidence
-from muon_optax.partition.loose_ends import LooseEnds
 from muon_optax.partition.order import layers_in_sequence
 from muon_optax.partition.tree import Described, Leaf, Role, Shape, read_tree
 
@@ -50,9 +50,11 @@ def _roles(leaves: tuple[tuple[Segments, Shape], ...]) -> tuple[Role, ...]:
     named: list[Role | None] = [_by_name(leaf, shown) for leaf in tree]
     rest = [leaf for leaf, role in zip(tree, named, strict=True) if role is None]
     evidence = Evidence(tree, named, rest)
-    shown_by_tree = evidence.roles(rest)
-    loose = LooseEnds(tree, rest, evidence.widths)
-    others = map(loose.role, rest, shown_by_tree)
+    doubtful = Doubtful(tree, rest, evidence.widths)
+    pairs = zip(rest, evidence.roles(rest), strict=True)
+    order = evidence.widths.order
+    found: list[Role] = [order.role(leaf, doubtful.role(leaf, role)) for leaf, role in pairs]
+    others = iter(found)
     return tuple(next(others) if role is None else role for role in named)
 
 
@@ -173,7 +175,10 @@ def _is_norm(leaf: Leaf) -> bool:
 
 
 def _is_called_table(leaf: Leaf) -> bool:
+    """Whether its words are a table's. `to_emb` leads to embeddings, and `memory_layer` is one."""
     layer = leaf.name.layer
+    if leaf.name.is_weight and layer[:1] == ("to",):
+        return False
     # An EmbeddingBag a feature: the module that holds them has the name.
     in_module = names.EMBEDDING.is_in(t for a in leaf.name.above[-1:] for t in a)
     is_named = names.EMBEDDING.is_in(layer) or _has_table_word(layer) or in_module
@@ -182,7 +187,7 @@ def _is_called_table(leaf: Leaf) -> bool:
 
 def _has_table_word(layer: names.Tokens) -> bool:
     """Whether a word is that of a table; T5's is called `shared`, as many layers are beside."""
-    return names.TABLE.is_in(layer) or layer == ("shared",)
+    return (names.TABLE.is_in(layer) and "layer" not in layer) or layer == ("shared",)
 
 
 def _repeated_widths(tree: Sequence[Leaf]) -> set[int]:

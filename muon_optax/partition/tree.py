@@ -9,7 +9,7 @@ from typing import Literal
 from muon_optax._internal.tree_paths import Segments
 from muon_optax.partition.names import LeafName, Meaning, is_index, leaf_name, tokens, word_set
 
-__all__ = ["Described", "Leaf", "Role", "Shape", "read_tree"]
+__all__ = ["TRANSPOSED", "Described", "Leaf", "Role", "Shape", "read_tree"]
 
 Shape = tuple[int, ...]
 Described = Sequence[tuple[Segments, Shape]]
@@ -33,19 +33,33 @@ Role = Literal[
     "stacked_vector",
     "unconnected",
     "undeclared",
+    "matrix",
     "inner_head",
     "data_output",
+    "bare_parameter",
+    "possible_table",
+    "possible_head",
     "unnamed",
-    "matrix",
     "transposed_matrix",
+    "transposed_inner_head",
+    "transposed_data_output",
+    "transposed_bare_parameter",
+    "transposed_possible_table",
+    "transposed_possible_head",
+    "transposed_unnamed",
     "matrix_of_unknown_order",
-    "own_array",
-    "transposed_own_array",
-    "loose_table",
-    "transposed_loose_table",
-    "loose_end",
-    "transposed_loose_end",
 ]
+
+# Matrices kept as [out, in], as PyTorch and Equinox do, by their role where they are [in, out].
+TRANSPOSED: Mapping[Role, Role] = {
+    "matrix": "transposed_matrix",
+    "inner_head": "transposed_inner_head",
+    "data_output": "transposed_data_output",
+    "bare_parameter": "transposed_bare_parameter",
+    "possible_table": "transposed_possible_table",
+    "possible_head": "transposed_possible_head",
+    "unnamed": "transposed_unnamed",
+}
 
 _NUMBERED = re.compile(r"(.*?)_?(\d+)")
 _NUMBER = re.compile(r"\d+")

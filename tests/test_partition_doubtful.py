@@ -1,11 +1,15 @@
 """Hidden matrices that may be tables or last layers by the leaves around them: on Muon, warned."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from model_roles import BLOCK, MATRICES, TORCH_BLOCK, Shapes, exact_roles
+from shown import report
 
-from muon_optax import MuonDimensionNumbers
+from muon_optax import MuonDimensionNumbers, MuonWarning, muon
 from muon_optax.partition import assign, find_warnings
 
 BIASED: Shapes = TORCH_BLOCK | {
@@ -23,7 +27,7 @@ def role(path: str, shape: tuple[int, ...], block: Shapes, **others: tuple[int, 
 @pytest.mark.parametrize("block", [BLOCK, TORCH_BLOCK])
 @pytest.mark.parametrize("path", ["aux", "layers/0/attn/xa", "stem/proj"])
 def test_an_array_of_its_own_among_weights_is_doubtful(path, block):
-    assert role(path, (30, 64), block).removeprefix("transposed_") == "own_array"
+    assert role(path, (30, 64), block).removeprefix("transposed_") == "bare_parameter"
 
 
 def test_arrays_of_their_own_are_layers_where_most_are():
@@ -38,8 +42,9 @@ def test_an_array_of_a_recurrent_cell_is_no_table():
 
 
 def test_a_matrix_without_a_bias_among_those_with_one_is_doubtful():
-    assert role("xa/weight", (256, 64), BIASED, next__weight=(8, 256)) == "transposed_loose_table"
-    assert role("xa/weight", (64, 64), BIASED) == "loose_table"
+    found = role("xa/weight", (256, 64), BIASED, next__weight=(8, 256))
+    assert found == "transposed_possible_table"
+    assert role("xa/weight", (64, 64), BIASED) == "possible_table"
     assert role("xa/weight", (64, 64), TORCH_BLOCK) == "matrix"  # none has one
     assert role("layers/0/mlp/xa/weight", (64, 64), BIASED) == "matrix"
     assert role("attn_pool/attn/q_proj/weight", (64, 64), BIASED) == "matrix"
@@ -51,8 +56,8 @@ def test_a_matrix_of_sizes_that_only_its_twins_have_is_doubtful():
     block = TORCH_BLOCK | {path.replace("0", "1", 1): n for path, n in TORCH_BLOCK.items()}
     twin = {"blocks__1__self_attn__xa__weight": (32, 8)}
     found = role("layers/0/self_attn/xa/weight", (32, 8), block, **twin)
-    assert found == "transposed_loose_table"
-    assert role("layers/0/mlp/xa/weight", (1024, 64), block) == "transposed_loose_table"
+    assert found == "transposed_possible_table"
+    assert role("layers/0/mlp/xa/weight", (1024, 64), block) == "transposed_possible_table"
     assert role("layers/0/mlp/kv_b_proj/weight", (1024, 64), block) == "transposed_matrix"
     assert role("layers/0/mlp/xa/weight", (300, 64), block) == "transposed_matrix"
     assert role("layers/0/mlp/xa/kernel", (64, 1024), BLOCK) == "matrix"  # no table is so called
@@ -68,9 +73,9 @@ NOWHERE = ["to_xa", "xa_proj", "up", "xa_proj/linear"]
 
 @pytest.mark.parametrize("name", NOWHERE)
 def test_outputs_that_nothing_takes_are_doubtful_under_names_of_hidden_layers(name):
-    assert role(f"{name}/kernel", (64, 48), BLOCK) == "loose_end"
+    assert role(f"{name}/kernel", (64, 48), BLOCK) == "possible_head"
     found = role(f"{name}/weight", (48, 64), BIASED, **{f"{name.replace('/', '__')}__bias": (48,)})
-    assert found == "transposed_loose_end"
+    assert found == "transposed_possible_head"
 
 
 @pytest.mark.parametrize("name", NOWHERE)
@@ -82,12 +87,12 @@ def test_outputs_that_another_layer_takes_are_not_doubtful(name):
 
 def test_layers_in_repeated_ones_take_nothing_from_outside():
     """A layer to the width between `up` and `down` is a last one: `to_pixels` of so many."""
-    assert role("to_xa/kernel", (64, 256), BLOCK) == "loose_end"
+    assert role("to_xa/kernel", (64, 256), BLOCK) == "possible_head"
 
 
 def test_few_outputs_that_a_first_layer_takes_are_doubtful():
     norms = {"norm__scale": (16,)}  # so that no width leads back
-    assert role("xa_proj/kernel", (64, 16), BLOCK, into__kernel=(16, 64)) == "loose_end"
+    assert role("xa_proj/kernel", (64, 16), BLOCK, into__kernel=(16, 64)) == "possible_head"
     assert role("xa_proj/kernel", (64, 16), BLOCK, into__kernel=(16, 64), **norms) == "matrix"
 
 
@@ -102,6 +107,37 @@ def test_few_outputs_that_a_first_layer_takes_are_doubtful():
 )
 def test_shifts_gates_and_attention_go_elsewhere(path, shape):
     assert role(path, shape, BLOCK) == "matrix"
+
+
+@pytest.mark.parametrize("name", ["gate", "router", "mixture_router"])
+def test_gates_are_not_doubtful(name):
+    """What a gate gives is multiplied with what other layers give, so that few take it."""
+    others = {"into__kernel": (8, 64), "lm_head__kernel": (64, 1000)}
+    assert role(f"{name}/kernel", (64, 8), BLOCK, **others) == "matrix"
+    assert role("xa_proj/kernel", (64, 8), BLOCK, **others) == "possible_head"
+
+
+@pytest.mark.parametrize("norm", ["refine/convs/1/norm/weight", "refine/last_norm/weight"])
+def test_norms_beside_convolutions_alone_are_no_widths(norm):
+    """Spectrograms of 16 channels, which convolutions refine, as in Tacotron and FastSpeech."""
+    refining = {
+        "refine/convs/0/weight": (64, 16, 5),
+        "refine/convs/1/weight": (16, 64, 5),
+        norm: (16,),
+    }
+    spectrogram = {"mel_proj/weight": (16, 64), "mel_proj/bias": (16,)}
+    found = exact_roles(BIASED | refining | spectrogram)
+    assert found["mel_proj/weight"] == "transposed_possible_head"
+    hidden = {"refine/mix/weight": (16, 16), "refine/mix/bias": (16,)}
+    found = exact_roles(BIASED | refining | spectrogram | hidden)
+    assert found["mel_proj/weight"] == "transposed_matrix"
+
+
+def test_sizes_of_fewer_than_four_layers_show_nothing():
+    few = {"w": (4, 6), "mixed/w": (4, 6), "mixed/scale": (6,), "vectors/scale": (4,)}
+    assert {exact_roles(few)[path] for path in ("w", "mixed/w")} == {"matrix"}
+    found = exact_roles({"next/w": (4, 6)} | few | {"to_xa/w": (4, 5)})
+    assert found["to_xa/w"] == "possible_head"
 
 
 def test_a_single_matrix_shows_nothing():
@@ -132,3 +168,37 @@ def test_the_warnings_name_the_leaves_and_the_rule_and_leave_them_on_muon():
     assert "xa/weight (64, 64). A rule" in table
     assert "without a bias" in table
     assert "Rule('xa/weight', 'adam')" in table
+
+
+BASE = {"read/weight": (96, 48), "convs/0/weight": (48, 48, 1), "norm/weight": (96,)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "shape", "beside"),
+    [
+        ("inner_head", "proj_out/weight", (48, 96), BASE),
+        ("data_output", "latents_linear/1/weight", (8, 64), {"codes_of/t/weight": (1473, 8)}),
+        ("bare_parameter", "xa", (32, 64), {"xa_bias": (32,)}),
+        ("possible_table", "xa/weight", (256, 64), {"next/weight": (8, 256)}),
+        ("possible_head", "to_xa/weight", (48, 64), {"to_xa/bias": (48,)}),
+        ("possible_head", "to_xa/weight", (96, 64), {"to_xa/bias": (96,)}),
+    ],
+)
+def test_doubtful_matrices_are_scaled_by_their_outputs(kind, path, shape, beside):
+    """PyTorch keeps them as [out, in]: the scale is that of `shape[0]` outputs."""
+    shapes = BIASED | beside | {path: shape}
+    params = {p: jax.ShapeDtypeStruct(n, jnp.float32) for p, n in shapes.items()}
+    (row,) = (row for row in report(params).rows if row.path == path)
+    outputs, inputs = shape
+    assert exact_roles(shapes)[path].removeprefix("transposed_") == kind
+    if kind != "bare_parameter":  # whose order nothing tells
+        assert row.matrices == ((1, inputs, outputs),)
+        assert row.scales == (pytest.approx(max(1, outputs / inputs) ** 0.5),)
+
+
+def test_matrices_without_names_are_scaled_by_the_outputs_that_a_bias_tells():
+    params = [jnp.eye(8, 2), jnp.zeros(8), jnp.eye(4, 8), jnp.zeros(4)]
+    tx = muon(1.0, "tight", nesterov=False)
+    with pytest.warns(MuonWarning, match="leaves without names"):
+        updates: Any = tx.update(params, tx.init(params), params)[0]
+    np.testing.assert_allclose(updates[0], -2.0 * np.eye(8, 2), atol=0.02)  # sqrt(8 / 2)
