@@ -13,6 +13,7 @@ demo: $(INSTALLED)  ## train a small GPT with Muon and with AdamW; writes demo/c
 test check test-newest: export OMP_NUM_THREADS = 1
 
 test: $(INSTALLED)  ## the whole test suite, doctests included
+	@find .jax_cache -mtime +14 -delete 2>/dev/null || true  # programs that tests compiled
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # For before each commit: what is quick, and touches every module.
@@ -87,4 +88,4 @@ $(INSTALLED): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-versions .venv-docs .venv-notebooks .venv-cuda .venv-tpu demo site
+	rm -rf $(VENV) .jax_cache .venv-newest .venv-versions .venv-docs .venv-notebooks .venv-cuda .venv-tpu demo site

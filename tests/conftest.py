@@ -1,6 +1,7 @@
 import gc
 import os
 from importlib.metadata import version
+from pathlib import Path
 
 # These tests compile thousands of small programs, and XLA on CPU would spend three quarters of
 # their time on making code fast. The flags leave a program's collectives and its values alone.
@@ -18,6 +19,16 @@ os.environ["XLA_FLAGS"] = " ".join([*_FLAGS, os.environ.get("XLA_FLAGS", "")])
 import jax  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+# Programs are kept in a folder, where the other processes of a run and later runs find them: what
+# the library traces to has changed in few of them. A program's key has all that its code hangs on.
+_KEPT = {
+    "jax_compilation_cache_dir": str(Path(__file__).parents[1] / ".jax_cache"),
+    "jax_persistent_cache_min_compile_time_secs": 0,
+}
+for name, value in _KEPT.items():
+    jax.config.update(name, value)  # pytest has imported JAX before, for its filter of warnings
+    os.environ[name.upper()] = str(value)  # for processes that tests start
 
 
 def pytest_collection_finish() -> None:

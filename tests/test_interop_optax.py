@@ -12,8 +12,10 @@ from running import run
 from muon_optax import MuonState, muon, recipes
 from muon_optax.interop import from_optax
 
-PARAMS = {"w": jnp.ones((3, 4)), "embed": jnp.ones((5, 3)), "b": jnp.ones(4)}
-GRADS = [{"w": jnp.eye(3, 4), "embed": jnp.eye(5, 3), "b": jnp.arange(4.0)}] * 4
+SHAPES = {"w": (3, 4), "embed": (5, 3), "b": (4,)}
+PARAMS = {name: jnp.asarray(np.ones(shape, np.float32)) for name, shape in SHAPES.items()}
+EYES = {"w": np.eye(3, 4), "embed": np.eye(5, 3), "b": np.arange(4.0)}
+GRADS = [{name: jnp.asarray(x.astype(np.float32)) for name, x in EYES.items()}] * 4
 
 
 def test_a_running_state_goes_on():

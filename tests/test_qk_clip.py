@@ -42,6 +42,12 @@ def logits_of(q: np.ndarray, k: np.ndarray) -> np.ndarray:
     return queries @ keys.swapaxes(-1, -2)
 
 
+def clipped(params: Any, logits: Any, *options: float, heads: Any) -> Any:
+    """`clip_qk`, compiled as a whole."""
+    clip = lambda params, logits: clip_qk(params, logits, *options, heads=heads)  # noqa: E731
+    return jax.jit(clip)(params, logits)
+
+
 MHA = Attention(HEADS, {"q": HeadWeight("query", 1), "k": HeadWeight("key", 1)})
 GQA = Attention(HEADS, dict(MHA.weights), KEYS)
 
@@ -64,8 +70,8 @@ def test_heads_side_by_side_and_biases():
     flat = {name: x.reshape(WIDTH, -1) for name, x in apart.items()} | {"b": normal(2, 24)}
     weights = {"q": HeadWeight("query", -1), "k": HeadWeight("key", -1)}
     with_bias = Attention(HEADS, weights | {"b": HeadWeight("query", 0)})
-    want = clip_qk(apart, {"": LOGITS}, TAU, 0.3, heads={"": MHA})
-    got = clip_qk(flat, {"": LOGITS}, TAU, 0.3, heads={"": with_bias})
+    want = clipped(apart, {"": LOGITS}, TAU, 0.3, heads={"": MHA})
+    got = clipped(flat, {"": LOGITS}, TAU, 0.3, heads={"": with_bias})
     for name in apart:
         np.testing.assert_array_equal(got[name].reshape(WIDTH, HEADS, DIMS), want[name])
     bias = flat["b"].reshape(HEADS, DIMS) * factors(LOGITS)[:, None] ** 0.3
@@ -86,7 +92,7 @@ def test_mla(is_flat):
         "q_b": HeadWeight((("query", DIMS), ("query_rope", ROPE)), **axes),
         "kv_b": HeadWeight((("key", DIMS), ("none", VALUES)), **axes),
     }
-    new = clip_qk(params, {"": LOGITS}, TAU, 0.3, heads={"": Attention(HEADS, weights)})
+    new = clipped(params, {"": LOGITS}, TAU, 0.3, heads={"": Attention(HEADS, weights)})
     g = factors(LOGITS)[:, None]
     powers = {"q_b": (0.3, 1.0), "kv_b": (0.7, 0.0)}
     for name, (nope, rest) in powers.items():
@@ -161,10 +167,10 @@ def test_fused_kernels(name, layers):
     counts = {"q": HEADS, "k": keys, "v": keys}
     apart = {x: normal(i, *layers, WIDTH, n, DIMS) for i, (x, n) in enumerate(counts.items())}
     weights = {"q": HeadWeight("query", -2), "k": HeadWeight("key", -2)}
-    new = clip_qk(apart, {"": logits}, TAU, 0.3, heads={"": Attention(HEADS, weights, keys)})
+    new = clipped(apart, {"": logits}, TAU, 0.3, heads={"": Attention(HEADS, weights, keys)})
     want = fuse(**jax.tree.map(np.asarray, new))
     params, attention = {"qkv": fuse(**apart)}, Attention(HEADS, {"qkv": holds}, keys)
-    got = clip_qk(params, {"": logits}, TAU, 0.3, heads={"": attention})
+    got = clipped(params, {"": logits}, TAU, 0.3, heads={"": attention})
     np.testing.assert_allclose(got["qkv"], want, rtol=1e-6)
     assert np.mean(got["qkv"] != params["qkv"]) > 0.2
 
@@ -180,7 +186,7 @@ def test_fused_kernels_on_meshes(name, kind):
     spec = {"qkv": P("a", "b") if params["qkv"].ndim == 2 else P("a", None, None, "b")}
     where = {"qkv": jax.NamedSharding(mesh, spec["qkv"])}
     heads = {"": Attention(HEADS, {"qkv": holds}, keys)}
-    want = clip_qk(params, {"": LOGITS}, TAU, heads=heads)
+    want = clipped(params, {"": LOGITS}, TAU, heads=heads)
     clip = lambda p, s: clip_qk(p, {"": s}, TAU, heads=heads, param_shardings=where)  # noqa: E731
     if kind == "manual":
         clip = jax.shard_map(clip, mesh=mesh, in_specs=(spec, P()), out_specs=spec)
@@ -197,9 +203,9 @@ def test_a_stack_of_layers_and_layers_by_path():
     weights = {"q": HeadWeight("query", -2), "k": HeadWeight("key", -2)}
     attention = Attention(HEADS, weights, KEYS)
     params = {"layers": {"attn": stacked}, "norm": np.ones(3)}
-    got = clip_qk(params, {"layers/attn": logits}, TAU, heads={"layers/attn": attention})
+    got = clipped(params, {"layers/attn": logits}, TAU, heads={"layers/attn": attention})
     single = {str(i): {name: x[i] for name, x in stacked.items()} for i in range(2)}
-    each = clip_qk(
+    each = clipped(
         single, {str(i): logits[i] for i in range(2)}, TAU, heads=dict.fromkeys("01", attention)
     )
     for name in stacked:
@@ -252,7 +258,7 @@ def test_the_same_on_meshes(kind):
     weights = {"q": HeadWeight("query", 2), "k": HeadWeight("key", 2)}
     heads = {"": Attention(HEADS, weights, KEYS)}
     logits = np.array([[20.0, 1.0, 2.0, 7.0], [1.0, 30.0, 2.0, 3.0]], np.float32)
-    want = clip_qk(params, {"": logits}, TAU, heads=heads)
+    want = clipped(params, {"": logits}, TAU, heads=heads)
     tx = qk_clip(TAU, heads=heads, param_shardings=where)
     zeros = jax.tree.map(np.zeros_like, params)
 

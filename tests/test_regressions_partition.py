@@ -44,7 +44,7 @@ def direction(grad: Any) -> np.ndarray:
 def adam(grad: Any, **options: Any) -> np.ndarray:
     """AdamW's first update at learning rate 1, optax's own."""
     tx = optax.scale_by_adam(nesterov=True, **options)
-    return -np.asarray(tx.update(grad, tx.init(grad))[0])
+    return -np.asarray(jax.jit(lambda grad: tx.update(grad, tx.init(grad))[0])(grad))
 
 
 def sigmas(x: Any) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Runs a piece on one device and on meshes, on leaves of every layout, beside its oracle."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -144,15 +145,21 @@ def run(case: Case, kind: str) -> tuple[list[Tree], Tree]:
         ins = (specs, of_state, specs)
         update = jax.shard_map(update, mesh=mesh, in_specs=ins, out_specs=(specs, of_state))
     place = lambda x: jax.device_put(x, where) if where else x  # noqa: E731
-    weights, updates, step = place(weights), [], jax.jit(update)
+    weights, updates, step, moved = place(weights), [], jax.jit(update), compiled(case.moved)
     state = jax.jit(init)(weights)
     for t in range(case.steps):
         if where and t in (0, case.steps - 1):
             check_shardings(state, shardings)
         new, state = step(place(case.inputs(t, kind)), state, weights)
-        weights = {k: case.moved(weights[k], new[k]) for k in new}
+        weights = moved(weights, new)
         updates.append(new)
     return updates, weights
+
+
+@functools.cache
+def compiled(moved: Callable[[Any, Any], Any]) -> Callable[[Tree, Tree], Tree]:
+    """The weights of all leaves after an update; one program for the cases that have it."""
+    return jax.jit(lambda weights, updates: jax.tree.map(moved, weights, updates))
 
 
 def check_shardings(state: Any, shardings: Any) -> None:

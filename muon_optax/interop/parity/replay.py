@@ -68,12 +68,13 @@ def _compare(case: Case, record: Record, side: "_JaxSide") -> Verdict:
         grads, after, momenta = (
             _leaves(record, f"{kind}/{step}/") for kind in ("grad", "param", "momentum")
         )
-        for leaf, update in side.step(grads).items():
+        updates, momentum, params = side.step(grads), side.momentum(), side.params()
+        for leaf, update in updates.items():
             theirs = after[leaf].astype(np.float64) - before[leaf]
             errors = (
                 _relative(update, theirs),
-                _relative(side.momentum()[leaf], momenta[leaf]),
-                _relative(side.params()[leaf], after[leaf]),
+                _relative(momentum[leaf], momenta[leaf]),
+                _relative(params[leaf], after[leaf]),
             )
             exact = None
             if leaf in side.muon:
