@@ -51,6 +51,9 @@ def loss(model, shift):
     )
 
 
+gradients_of = eqx.filter_jit(eqx.filter_grad(loss))
+
+
 def arrays(tree: Any) -> dict[str, Any]:
     """The floating-point arrays of a tree by path: a tree of which nothing is missing."""
     leaves, _ = jax.tree.flatten_with_path(eqx.filter(tree, eqx.is_inexact_array))
@@ -110,7 +113,7 @@ def test_the_whole_model_may_be_given_as_parameters(around):
     flat_state, flat_update = tx.init(flat), jax.jit(tx.update)
     update = eqx.filter_jit(tx.update)
     for shift in (1, 2):
-        grads = eqx.filter_grad(loss)(model, shift)
+        grads = gradients_of(model, shift)
         want, flat_state = flat_update(arrays(grads), flat_state, flat)
         before = state
         updates, state = update(grads, state, eqx.filter(model, given))
@@ -145,6 +148,9 @@ TREE = {
 }
 
 
+TO_GO_ON: Any = muon(0.1, weight_decay=0.1, adam_weight_decay=0.1, orthogonalizer=halves)
+
+
 def gradients(seed: int) -> Any:
     leaves, treedef = jax.tree.flatten(TREE)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
@@ -169,10 +175,8 @@ def moments(state: Any, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("mark", [None, optax.MaskedNode()])
 @pytest.mark.parametrize("gone", ["up", "bias", "embed"])
 def test_moments_of_leaves_without_a_gradient_stay_and_go_on(gone, mark):
-    tx: Any = muon(0.1, weight_decay=0.1, adam_weight_decay=0.1, orthogonalizer=halves)
     path = gone if gone == "embed" else f"mlp{gone}"
-    update = jax.jit(tx.update)
-    state = tx.init(TREE)
+    update, state = jax.jit(TO_GO_ON.update), TO_GO_ON.init(TREE)
     _, first = update(gradients(0), state, TREE)
     _, full = update(gradients(1), first, TREE)
     updates, skipped = update(without(gradients(1), path, mark=mark), first, TREE)

@@ -27,7 +27,7 @@ def factors(shapes, views=None, **options):
         muon_weight_dimension_numbers=views,
         **options,
     )
-    update = first_update(tx, {name: jnp.ones(shape) for name, shape in shapes.items()})
+    update = first_update(tx, {name: jnp.ones(shape) for name, shape in shapes.items()}, jit=True)
     assert all((x == x.ravel()[0]).all() for x in update.values())
     return {name: -float(x.ravel()[0]) for name, x in update.items()}
 
@@ -60,10 +60,8 @@ def test_the_aspect_factor_follows_the_view(scale, want):
 def test_a_kernel_and_its_transpose_get_the_same_step():
     x = reference.matrix(0, 4, 16)
     views = {"jax": MuonDimensionNumbers(0, 1), "torch": MuonDimensionNumbers(1, 0)}
-    got = first_update(
-        muon(0.1, muon_weight_dimension_numbers=views),
-        {"jax": jnp.asarray(x), "torch": jnp.asarray(x.T)},
-    )
+    tx = muon(0.1, muon_weight_dimension_numbers=views)
+    got = first_update(tx, {"jax": jnp.asarray(x), "torch": jnp.asarray(x.T)}, jit=True)
     assert reference.relative_error(got["torch"], got["jax"].T) <= 1e-6
     assert reference.relative_error(got["jax"], -0.2 * reference.newton_schulz(x)) <= 1e-5
 
@@ -107,13 +105,12 @@ def test_leaves_of_one_shape_equal_a_stack_and_each_alone():
     convs = [jnp.asarray(reference.matrix(i, 12, 8).reshape(3, 4, 8)) for i in range(3)]
     view, stacked = MuonDimensionNumbers((0, 1), 2), MuonDimensionNumbers((1, 2), 3)
     tx = muon(0.1, muon_weight_dimension_numbers=view)
-    beside = first_update(tx, {str(i): x for i, x in enumerate(convs)})
-    stack = first_update(
-        muon(0.1, muon_weight_dimension_numbers=stacked), {"stack": jnp.stack(convs)}
-    )["stack"]
+    beside = first_update(tx, {str(i): x for i, x in enumerate(convs)}, jit=True)
+    of_stack = muon(0.1, muon_weight_dimension_numbers=stacked)
+    stack = first_update(of_stack, {"stack": np.stack(convs)}, jit=True)["stack"]
     for i, x in enumerate(convs):
         want = -0.1 * reference.newton_schulz(np.asarray(x).reshape(12, 8)).reshape(3, 4, 8)
-        alone = first_update(tx, {"conv": x})["conv"]
+        alone = first_update(tx, {"conv": x}, jit=True)["conv"]
         for got in (beside[str(i)], stack[i], alone):
             assert reference.relative_error(got, want) <= 1e-5
 
@@ -127,7 +124,7 @@ def test_leaves_of_one_shape_equal_a_stack_and_each_alone():
     ],
 )
 def test_a_reshape_is_undone_exactly(view, shape):
-    x = jnp.arange(float(np.prod(shape))).reshape(shape)
+    x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     tx = muon(
         1.0,
         nesterov=False,
@@ -137,7 +134,7 @@ def test_a_reshape_is_undone_exactly(view, shape):
         orthogonalizer=lambda x: x,
         muon_weight_dimension_numbers=view,
     )
-    np.testing.assert_array_equal(first_update(tx, {"w": x})["w"], -0.5 * x)
+    np.testing.assert_array_equal(first_update(tx, {"w": x}, jit=True)["w"], -0.5 * x)
 
 
 # Fused projections treated as one matrix, and the scale of each block lost.
@@ -154,9 +151,10 @@ def test_a_reshape_is_undone_exactly(view, shape):
 def assert_blocks_equal_leaves(blocks, fused, view, take, **options):
     """Compares a fused leaf with separate [fan-in, fan-out] leaves; `take` cuts the fused one."""
     params = {"fused": jnp.asarray(fused)}
-    got = first_update(muon(0.1, muon_weight_dimension_numbers=view, **options), params)["fused"]
+    tx = muon(0.1, muon_weight_dimension_numbers=view, **options)
+    got = first_update(tx, params, jit=True)["fused"]
     separate = {f"part_{i}": jnp.asarray(x) for i, x in enumerate(blocks)}
-    want = first_update(muon(0.1, **options), separate)
+    want = first_update(muon(0.1, **options), separate, jit=True)
     for i, part in enumerate(take(got)):
         assert reference.relative_error(part, want[f"part_{i}"]) <= 1e-5, i
 
@@ -207,8 +205,8 @@ def test_fused_is_not_joint():
     blocks = [reference.matrix(i, 64, n) for i, n in enumerate((64, 8, 8))]
     leaf = {"qkv": jnp.concatenate(blocks, axis=1)}
     view = MatrixView(0, 1, split=(64, 8, 8))
-    split = first_update(muon(0.1, muon_weight_dimension_numbers=view), leaf)["qkv"]
-    joint = first_update(muon(0.1), leaf)["qkv"]
+    split = first_update(muon(0.1, muon_weight_dimension_numbers=view), leaf, jit=True)["qkv"]
+    joint = first_update(muon(0.1), leaf, jit=True)["qkv"]
     assert reference.relative_error(joint, split) > 0.1
 
 
