@@ -2,8 +2,9 @@
 
     python .ci/versions.py [3.11 3.12 3.13]
 
-An environment for each pair is made in .venv-versions and kept; the table at the end has the
-versions that were installed. The oldest are the lower bounds in pyproject.toml.
+An environment for each pair is made in .venv-versions and kept. Each row of the table is printed
+when its tests have ended: the versions that were installed, and how the tests went. The oldest are
+the lower bounds in pyproject.toml. Calls of what is going to be removed from JAX are errors there.
 """
 
 import json
@@ -20,6 +21,8 @@ PACKAGES = ("jax", "optax", "flax")
 TOOLS = ("chex", "hypothesis", "jaxtyping", "pytest", "pytest-xdist")
 TESTS = ("execute", "pipeline", "optax_parity", "conventions_jax", "alias")
 PYTHONS = ("3.11", "3.12", "3.13")
+# A row of the table, in Markdown.
+ROW = "| {:6} | {:8} | {:8} | {:7} | {:7} | {} |"
 _SHOW = "import importlib.metadata as m, json; print(json.dumps({p: m.version(p) for p in %r}))"
 
 
@@ -70,22 +73,23 @@ def outcome(python: Path) -> str:
 def main() -> None:
     """Prints the table; the exit status is 1 if a test failed, or nothing could be tried."""
     pins = {"oldest": lower_bounds(), "newest": []}
-    rows, failed = [("Python", "versions", *PACKAGES, "tests")], False
+    tried, failed = 0, False
+    print(ROW.format("Python", "versions", *PACKAGES, "tests"))
+    print("|" + "---|" * (3 + len(PACKAGES)), flush=True)
     for version in sys.argv[1:] or PYTHONS:
         python = find_python(version)
         if python is None:
-            print(f"Python {version} isn't here: left out")
+            print(f"Python {version} isn't here: left out", file=sys.stderr)
             continue
         for end, wanted in pins.items():
             found = make_environment(python, f"{version}-{end}", wanted)
             shown = subprocess.check_output([found, "-c", _SHOW % (PACKAGES,)], text=True)
             result = outcome(found)
             failed |= "failed" in result or "error" in result or "exit" in result
-            rows.append((version, end, *json.loads(shown).values(), result))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
-    sys.exit(failed or len(rows) == 1)
+            row = ROW.format(version, end, *json.loads(shown).values(), result)
+            print(row, flush=True)
+            tried += 1
+    sys.exit(failed or not tried)
 
 
 if __name__ == "__main__":

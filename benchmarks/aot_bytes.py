@@ -15,7 +15,8 @@ used again. The workspace is what a device needs beyond parameters, state and gr
 The bytes are read from the optimised program, and set against the formulas of the strategies that
 the plan chose, and of those with the fewest bytes. The fastest plan need not be the one with the
 fewest: replicas are on slower networks. `optax.contrib.muon` is measured beside, on the same mesh
-with Auto axes (it raises on Explicit ones).
+with Auto axes (it raises on Explicit ones), and so is MaxText's own Muon, of a checkout that
+MUON_OPTAX_MAXTEXT names.
 """
 
 import argparse
@@ -41,6 +42,7 @@ from jax.sharding import AxisType, Mesh
 
 from benchmarks.aot_formulas import chosen_bytes, fewest_bytes, ideal_flops, largest_bytes
 from benchmarks.compiled import read_program
+from benchmarks.maxtext import maxtext_muon, numbers_of
 from benchmarks.schedule import read_schedule
 from benchmarks.shapes import LAYOUTS, ModelOnMesh, like_params, model_on, placed, plain_views
 from muon_optax import Plan, muon, plan
@@ -48,7 +50,7 @@ from muon_optax.models import MODELS
 from muon_optax.sharding.planning.device_models import DEVICES
 
 DEFAULT_LAYOUTS = ("fsdp_rows", "fsdp_columns", "hsdp", "fsdp_tp")
-CONTESTANTS = ("muon_optax", "optax")
+CONTESTANTS = ("muon_optax", "optax", "maxtext")
 DEVICE_MODELS = {"cuda": "h100", "tpu": "tpu_v5p"}
 TPU_SHAPES = {8: "2x2x2", 64: "4x4x4", 512: "8x8x8"}
 
@@ -76,6 +78,10 @@ def compile_step(
         tx = optax.contrib.muon(
             0.02, muon_weight_dimension_numbers=plain_views(model.views), weight_decay=0.1
         )
+    elif contestant == "maxtext":
+        numbers = numbers_of(plain_views(model.views), where)
+        options = {"mu_dtype": "bfloat16", "weight_decay": 0.1}  # as its configuration gives it
+        tx = maxtext_muon().muon(0.02, muon_weight_dimension_numbers=numbers, **options)
     else:
         tx = muon(
             0.02,
@@ -133,7 +139,7 @@ def measure(
         "workspace_in_largest_matrices": round(workspace / largest_bytes(model), 2),
         "seconds_to_compile": round(seconds, 1),
     }
-    if contestant == "optax":
+    if contestant != "muon_optax":
         return record
     tx = muon(1.0, muon_weight_dimension_numbers=model.views, param_shardings=where, device=device)
     promised = plan(tx, model.params)
