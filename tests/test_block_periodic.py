@@ -274,12 +274,21 @@ def test_meshes_with_axes_of_both_kinds(kinds):
         assert reference.relative_error(got, x) <= 1e-5
 
 
-@pytest.mark.parametrize("kind", ["explicit", "auto"])
-def test_members_under_vmap(kind):
-    mesh = sharded.make_mesh({"members": 2, "t": 4}, kind)
-    where = jax.NamedSharding(mesh, P("members", None, "t"))
-    of_one = jax.NamedSharding(mesh, P(None, "t"))
-    make = functools.partial(scale_by_muon, sharded.FAST, block_periodic=BlockPeriodic((1, 4), 2))
+@pytest.mark.parametrize(
+    ("kind", "blocks", "inner"),
+    [
+        ("explicit", (1, 4), P(None, "t")),
+        ("auto", (1, 4), P(None, "t")),
+        ("explicit", (2, 2), P(None, "t")),  # blocks that aren't whole on devices
+        ("explicit", (1, 4), P()),  # members are whole on devices
+    ],
+)
+def test_members_under_vmap(kind, blocks, inner):
+    axes = {"members": 2, "t": 4} if inner else {"members": 2}
+    mesh = sharded.make_mesh(axes, kind)
+    where = jax.NamedSharding(mesh, P("members", *inner))
+    of_one = jax.NamedSharding(mesh, inner)
+    make = functools.partial(scale_by_muon, sharded.FAST, block_periodic=BlockPeriodic(blocks, 2))
     tx = make(param_shardings=None if kind == "explicit" else of_one)
     grads = [meshes.arrays(t, {"w": (2, 8, 12)})["w"] for t in (1, 2, 3)]
     state, updates = jax.jit(jax.vmap(tx.init))(jax.device_put(grads[0], where)), []

@@ -108,7 +108,16 @@ def test_momentum_may_be_sharded_otherwise(tensor, kind, each):
 
 
 @pytest.mark.parametrize(
-    "options", [{"clamp": 0.0}, {"each": "output"}, {"beta2": 1.0}, {"bias_correction": 1}]
+    "options",
+    [
+        {"clamp": 0.0},
+        {"clamp": "0.5"},
+        {"clamp": None},
+        {"each": "output"},
+        {"beta2": 1.0},
+        {"bias_correction": 1},
+        {"momentum": "sum"},  # its factor is that of an average
+    ],
 )
 def test_options_out_of_range(options):
     with pytest.raises((ValueError, TypeError), match=next(iter(options))):

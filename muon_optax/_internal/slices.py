@@ -75,11 +75,17 @@ def places_of(indices: jax.Array, size: int) -> jax.Array:
       >>> places_of(jnp.array([0, 2]), 4).tolist()
       [0, -1, 1, -1]
     """
-    order = jax.lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1)
-    # Made of the indices, so that it varies over the same Manual mesh axes.
-    nowhere = jnp.where(False, indices[..., :1], -1).astype(jnp.int32)
-    places = jnp.broadcast_to(nowhere, (*indices.shape[:-1], size))
-    return jnp.put_along_axis(places, indices, order, axis=-1, inplace=False)
+
+    def places_of_line(indices: jax.Array) -> jax.Array:
+        # Made of the indices, so that it varies over the same Manual mesh axes.
+        nowhere = jnp.where(False, indices[:1], -1).astype(jnp.int32)
+        order = jax.lax.iota(jnp.int32, indices.size)
+        return jnp.broadcast_to(nowhere, (size,)).at[indices].set(order)
+
+    # `put_along_axis` fails where a vmap maps over an Explicit mesh axis (JAX 0.10.2).
+    for _ in indices.shape[1:]:
+        places_of_line = jax.vmap(places_of_line)
+    return places_of_line(indices)
 
 
 def gathered(x: jax.Array, indices: jax.Array, axis: int) -> jax.Array:

@@ -45,6 +45,7 @@ from muon_optax.sharding.runtime.orthogonalizer import (
     Orthogonalizer,
     make_orthogonalizer,
 )
+from muon_optax.sharding.trace_context import mapped_axes
 from muon_optax.transforms.binding import binder
 from muon_optax.transforms.block_periodic import BlockPeriodic
 from muon_optax.transforms.dion2_slices import Dion2
@@ -245,8 +246,8 @@ class Direction:
         else:
             of_blocks = functools.partial(step, periodic.blocked(ready.leaves))
             is_whole = state.count % periodic.period == 0  # as the first step is
-            is_mapped = any(leaf.sharding.is_mapped for leaf in ready.leaves)
-            choose = _select if is_mapped else _either
+            meshes = {jax.typeof(x).sharding.mesh for x in jax.tree.leaves(pairs)}
+            choose = _select if any(map(mapped_axes, meshes)) else _either
             results, new = choose(is_whole, whole, of_blocks, weights, pairs)
         return results, MuonState(count, new)
 

@@ -8,8 +8,9 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
-from muon_optax._internal.checks import check_choice, check_decay, check_flag
+from muon_optax._internal.checks import check_choice, check_decay, check_flag, check_number
 from muon_optax._internal.dtypes import scaled
 from muon_optax._internal.tree_paths import restructured_like
 from muon_optax.partition import Views
@@ -74,7 +75,8 @@ class Namo:
         check_decay("beta2", self.beta2)
         check_decay("eps", self.eps, below=math.inf)
         check_choice("each", self.each, get_args(NamoUnits))
-        if not 0 < self.clamp <= 1:
+        check_number("clamp", self.clamp)
+        if not isinstance(self.clamp, Tracer) and not 0 < self.clamp <= 1:
             raise ValueError(f"clamp must be in (0, 1], got {self.clamp!r}")
         check_flag("bias_correction", self.bias_correction)
 
@@ -204,6 +206,7 @@ def scale_by_namo(
         mu_dtype=mu_dtype,
         nesterov=nesterov,
         bias_correction=False,
+        momentum="ema",
         weight_dimension_numbers=weight_dimension_numbers,
         param_shardings=param_shardings,
         mu_shardings=mu_shardings,

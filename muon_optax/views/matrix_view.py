@@ -251,7 +251,7 @@ class BoundView:
         if rows == columns == 1:
             return x
         batch, m, n = x.shape
-        x = x.reshape(batch, rows, m // rows, columns, n // columns).swapaxes(2, 3)
+        x = reshaped(x, (batch, rows, m // rows, columns, n // columns)).swapaxes(2, 3)
         return x.reshape(batch * rows * columns, m // rows, n // columns)
 
     def _untiled(self, x: jax.Array) -> jax.Array:
@@ -262,7 +262,7 @@ class BoundView:
         count, m, n = x.shape
         batch = count // (rows * columns)
         x = x.reshape(batch, rows, columns, m, n).swapaxes(2, 3)
-        return x.reshape(batch, rows * m, columns * n)
+        return reshaped(x, (batch, rows * m, columns * n))
 
     def per_block(self, values: Sequence[float]) -> float | np.ndarray:
         """Spreads one value for each entry of `matrices` over the leaf.
