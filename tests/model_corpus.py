@@ -7,7 +7,7 @@ diffusers, timm and torchvision, layers that are alike told once; want is 'adam'
 `data/more_models.json.gz` is {'torch': {model: [[path, shape, want]]}, 'jax': {model: {tree,
 leaves: [[path, shape, want]]}}}, of 375 other models. `data/blind_models.json.gz` is of the same
 form, of 194 models that were labelled before any rule was asked about them, and so are 120 of
-`data/third_models.json.gz`.
+`data/third_models.json.gz` and 83 of `data/fourth_models.json.gz`.
 """
 
 import collections
@@ -62,6 +62,7 @@ JAX = _jax(read("jax_models.json.gz"))
 MORE = read("more_models.json.gz")
 BLIND = read("blind_models.json.gz")
 THIRD = read("third_models.json.gz")
+FOURTH = read("fourth_models.json.gz")
 CORPORA: dict[str, Models] = {
     "PyTorch": TORCH,
     "JAX": JAX,
@@ -70,6 +71,8 @@ CORPORA: dict[str, Models] = {
     "PyTorch, blind": _torch(BLIND["torch"]),
     "JAX, blind": _jax(BLIND["jax"]),
     "PyTorch, third round": _torch(THIRD["torch"]),
+    "PyTorch, fourth round": _torch(FOURTH["torch"]),
+    "JAX, fourth round": _jax(FOURTH["jax"]),
 }
 
 

@@ -338,3 +338,38 @@ def test_alike_last_layers_are_heads_where_one_of_them_is():
     assert lasts == {f"masks/{band}/mlp/2/weight" for band in range(3)}
     found = in_model(heads | bands | {"split/2/weight": (64, 40)}, TORCH_BLOCK)
     assert "wide_output" not in found.values()  # all of them may go on
+
+
+def test_the_last_of_a_sequence_is_doubtful_where_a_first_layer_takes_what_it_gives():
+    """Boxes of 8 that each decoder layer refines, and whose embedding takes as many."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for place, outputs in enumerate([64, 64, 8]):
+        shapes[f"layers/0/boxes/stack/{place}/weight"] = (outputs, 64)
+    first = {"told/weight": (64, 8)}
+    last = "layers/0/boxes/stack/2/weight"
+    assert in_model(shapes | first, TORCH_BLOCK)[last] == "transposed_data_output"
+    inside = {"layers/0/mlp/widen/weight": (64, 8)}
+    assert in_model(shapes | first | inside, TORCH_BLOCK)[last] == "transposed_matrix"
+
+
+def test_a_gated_linear_unit_is_no_vocabulary():
+    """Outputs of [512, 64] of which the next layer takes half."""
+    shapes = {"cross/net/0/weight": (512, 64), "cross/net/2/weight": (64, 256)}
+    biases = {"cross/net/0/bias": (512,), "cross/net/2/bias": (64,)}
+    assert in_model(shapes | biases, TORCH_BLOCK)["cross/net/0/weight"] == "transposed_matrix"
+    alone = {"cross/net/0/weight": (512, 64), "cross/net/0/bias": (512,)}
+    assert in_model(alone, TORCH_BLOCK)["cross/net/0/weight"] == "tall_table"
+
+
+def test_a_layer_that_is_called_a_reconstruction_is_doubtful_beside_a_norm_of_the_data():
+    shapes = {"data_norm/weight": (40,), "reconstruction_layer/weight": (40, 8)}
+    found = in_model(shapes, TORCH_BLOCK)
+    assert found["reconstruction_layer/weight"] == "transposed_inner_head"
+
+
+def test_slopes_of_an_activation_are_no_norms():
+    """MetricGAN's masks: as many slopes as outputs, which a first layer takes."""
+    shapes = {"first/weight": (64, 37), "rows2/weight": (37, 64), "sigmoid/slope": (37,)}
+    assert in_model(shapes, TORCH_BLOCK)["rows2/weight"] == "transposed_data_output"
+    as_norm = shapes | {"sigmoid/weight": (37,)}
+    assert in_model(as_norm, TORCH_BLOCK)["rows2/weight"] == "transposed_matrix"

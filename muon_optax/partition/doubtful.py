@@ -45,6 +45,8 @@ class Doubtful:
             return role
         if self._parameters.has(leaf):
             return "bare_parameter"
+        if self._heads.give_data(leaf):
+            return "data_output"
         if self._tables.may_have(leaf):
             return "possible_table"
         return "possible_head" if self._heads.may_have(leaf) else role
@@ -111,10 +113,26 @@ class _Heads:
         self._norms = widths.norms - _norms_of_convolutions(tree, rest)
         self._sequences: dict[str, list[Leaf]] = collections.defaultdict(list)
         self._takers: dict[int, set[Shape]] = collections.defaultdict(set)
+        self._taken_inside: set[int] = set()
         for leaf in rest:
             self._sequences[sequence_of(leaf)].append(leaf)
-            for size in () if leaf.is_repeated else widths.order.inputs(leaf):
-                self._takers[size].add(leaf.shape)
+            for size in widths.order.inputs(leaf):
+                if leaf.is_repeated:
+                    self._taken_inside.add(size)
+                else:
+                    self._takers[size].add(leaf.shape)
+
+    def give_data(self, leaf: Leaf) -> bool:
+        """Whether the last of a sequence in repeated layers gives what only a first layer takes.
+
+        So do the boxes that each layer of a decoder refines, and the next one is told of.
+        """
+        axis, alike = self._widths.order.output_axis(leaf), self._sequences[sequence_of(leaf)]
+        if axis is None or not leaf.is_repeated or len(alike) < 2 or alike[-1] is not leaf:
+            return False
+        size, width = leaf.shape[axis], leaf.shape[1 - axis]
+        is_data = size in self._takers and size not in self._taken_inside | self._widths.norms
+        return is_data and size * VOCABULARY <= width and not _goes_elsewhere(leaf)
 
     def may_have(self, leaf: Leaf) -> bool:
         axis = self._widths.order.output_axis(leaf)

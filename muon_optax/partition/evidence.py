@@ -115,14 +115,15 @@ class Evidence:
         # What takes the rows of a table and leads back to them is a bottleneck beside them.
         is_beside_table = self.widths.is_embedded(width)
         is_data &= not heads.sizes or (self.widths.leads_back(size) and not is_beside_table)
-        return "data_output" if is_data and not self._is_in_sequence(leaf) else role
+        return "data_output" if is_data and not self._is_taken_alike(leaf, size) else role
 
-    def _is_in_sequence(self, leaf: Leaf) -> bool:
-        """Whether its name is a place, or one of several that differ in a number, as `layers_0`.
+    def _is_taken_alike(self, leaf: Leaf, size: int) -> bool:
+        """Whether one whose name differs in a number, as `layers_0`, takes so many inputs.
 
         Order is lost among such names, and the first layer gives what the last one takes.
         """
-        return leaf.name.is_numbered or len(self._alike[unnumbered(path_name(leaf.path))]) > 1
+        alike = self._alike[unnumbered(path_name(leaf.path))]
+        return any(size in self._order.inputs(other) for other in alike if other is not leaf)
 
     def _role(self, leaf: Leaf) -> Role:
         if len(leaf.shape) > 2:
@@ -170,8 +171,8 @@ class Evidence:
         if is_attention(leaf):
             return None
         if leaf.is_repeated and not is_head:
-            is_last = self._ends_sequence(leaf) and self._gives_what_none_takes(leaf)
-            return "wide_output" if is_last else None
+            ends = self._output_sizes([leaf]) if self._ends_sequence(leaf) else set[int]()
+            return "wide_output" if any(map(self.widths.is_free, ends)) else None
         if axis is None and not is_head:
             return self._tall(leaf)
         size, width = sorted(leaf.shape)[::-1] if axis is None else _outputs_first(leaf, axis)
@@ -197,10 +198,6 @@ class Evidence:
             return False
         size, width = _outputs_first(leaf, axis)
         return size < width and all(other.shape[axis] != size for other in alike[:-1])
-
-    def _gives_what_none_takes(self, leaf: Leaf) -> bool:
-        axis = self._order.output_axis(leaf)
-        return axis is not None and self.widths.is_free(leaf.shape[axis])
 
     def _has_vocabulary(self, leaf: Leaf) -> bool:
         """Whether one of its sides, whichever, is the vocabulary of a table."""
@@ -234,7 +231,7 @@ class Evidence:
         return "head" if is_small or is_large or is_last else None
 
     def _output(self, leaf: Leaf, size: int, width: int) -> Role | None:
-        if self._is_alone or size == width:
+        if self._is_alone or size == width or (size > width and self._is_gated(leaf, size)):
             return None
         is_tall = size >= max(_MANY_OUTPUTS, VOCABULARY * width) and leaf.bias is None
         if is_tall and self.widths.is_free(size):
@@ -260,6 +257,11 @@ class Evidence:
             return None
         is_doubtful = size > width or self.widths.is_taken_in_halves(size)
         return "wide_output" if is_doubtful else "output"
+
+    def _is_gated(self, leaf: Leaf, size: int) -> bool:
+        """Whether a layer of the same sequence takes half as many, as after a gated linear unit."""
+        inputs = (n for x in self._sequences[sequence_of(leaf)] for n in self._order.inputs(x))
+        return leaf.name.is_numbered and any(2 * n == size for n in inputs)
 
     def _matrix(self, leaf: Leaf) -> Role:
         if not self._is_alone and _is_unnamed(leaf):
@@ -376,6 +378,8 @@ def _is_called_last(leaf: Leaf, axis: int | None) -> bool:
         _SKIPS & set(layer) and _OUTPUTS & leaf.siblings  # added to an output
     )
     is_hidden = is_modulation(leaf) or names.HIDDEN.is_in(leaf.name.near(1))
+    if any(token.startswith("recon") for token in layer):
+        return True
     is_shrinking = is_output and axis is not None and leaf.shape[axis] < leaf.shape[1 - axis]
     is_fused = is_multiple(max(leaf.shape), min(leaf.shape)) and not is_shrinking
     is_hidden |= names.EMBEDDING.is_in(layer) or is_fused

@@ -159,9 +159,12 @@ class Widths:
 
 
 def _has_width(leaf: Leaf) -> bool:
-    """Whether a vector may be as wide as what goes through the layers: norms of heads are not."""
+    """Whether a vector may be as wide as what goes through the layers: norms of heads are not.
+
+    Nor are slopes of an activation, which may follow the last layer too.
+    """
     is_of_head = names.NORM.is_in(leaf.name.layer) and names.QUERY_KEY.is_in(leaf.name.layer)
-    return not leaf.is_bias and not is_of_head
+    return not leaf.is_bias and not is_of_head and "slope" not in leaf.name.layer
 
 
 def _is_entry(leaf: Leaf) -> bool:
