@@ -11,7 +11,7 @@ import pytest
 import reference
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded import FAST, SLOW, assert_sharded, make_mesh
+from sharded import FAST, SLOW, STACK, assert_sharded, make_mesh
 from shown import plan
 
 import muon_optax
@@ -149,6 +149,22 @@ def test_a_compiled_update_receives_what_is_planned(case):
     assert counts.pop("reduce-scatter") == len(MATRICES)
     to_owners, results = (1, 1) if case == "ddp" else (2, len(MATRICES))
     assert counts == {"all-to-all": to_owners, "all-gather": results}
+    assert program.received == muon_optax.plan(tx, params).bytes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "spec", "exchanges"),
+    [
+        (LINE, P(reduced=over("data")), {}),  # whole layers are on a device
+        (HSDP, P(None, "fsdp", reduced=over("replica")), {"all-to-all": 2}),
+    ],
+)
+def test_stacks_are_sharded_over_layers(sizes, spec, exchanges):
+    mesh, stack = make_mesh(sizes), {"muon_weight_dimension_numbers": STACK}
+    tx, back = optimizer(device=SLOW, **stack), P(*spec.partitions, unreduced=spec.reduced)
+    params, grads = ({"w": shape((8, 16, 16), NamedSharding(mesh, s))} for s in (spec, back))
+    program = read_program(jax.jit(tx.update).lower(grads, tx.init(params), params).compile())
+    assert program.counts == {"reduce-scatter": 1, "all-gather": 1, **exchanges}
     assert program.received == muon_optax.plan(tx, params).bytes
 
 
