@@ -11,12 +11,12 @@ import pytest
 import reference
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded import FAST, SLOW, assert_sharded, make_mesh
+from sharded import FAST, SLOW, STACK, assert_sharded, make_mesh
 from shown import plan
 
 import muon_optax
 from benchmarks.compiled import read_program
-from muon_optax import muon, scale_by_muon, state_shardings
+from muon_optax import MuonWarning, muon, scale_by_muon, state_shardings
 from muon_optax.sharding.moments import over_axes
 from muon_optax.sharding.specs import read_sharding
 from muon_optax.transforms.namo import Namo
@@ -152,6 +152,22 @@ def test_a_compiled_update_receives_what_is_planned(case):
     assert program.received == muon_optax.plan(tx, params).bytes
 
 
+@pytest.mark.parametrize(
+    ("sizes", "spec", "exchanges"),
+    [
+        (LINE, P(reduced=over("data")), {}),  # whole layers are on a device
+        (HSDP, P(None, "fsdp", reduced=over("replica")), {"all-to-all": 2}),
+    ],
+)
+def test_stacks_are_sharded_over_layers(sizes, spec, exchanges):
+    mesh, stack = make_mesh(sizes), {"muon_weight_dimension_numbers": STACK}
+    tx, back = optimizer(device=SLOW, **stack), P(*spec.partitions, unreduced=spec.reduced)
+    params, grads = ({"w": shape((8, 16, 16), NamedSharding(mesh, s))} for s in (spec, back))
+    program = read_program(jax.jit(tx.update).lower(grads, tx.init(params), params).compile())
+    assert program.counts == {"reduce-scatter": 1, "all-gather": 1, **exchanges}
+    assert program.received == muon_optax.plan(tx, params).bytes
+
+
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_plain_gradients_of_replicas(kind):
     """Values are those of one device, moments are sharded, and updates are as their parameters."""
@@ -216,6 +232,30 @@ def test_other_stages_take_gradients_that_are_where_the_momentum_is(option, valu
         assert reference.relative_error(found[name], want[name]) <= 1e-5, name
 
 
+def test_a_table_that_is_looked_up_gets_the_update_of_one_device():
+    """On GPUs its gradient may be wrong before it gets here: openxla#42481."""
+    mesh, rng = make_mesh(HSDP), np.random.default_rng(0)
+    table, ids = rng.normal(size=(32, 16)).astype("float32"), rng.integers(0, 8, size=16)
+    rows = NamedSharding(mesh, P(("replica", "fsdp")))
+
+    def looked_up(params: Any, ids: Any, where: Any = None) -> Any:
+        found = params["embed"].at[ids].get(out_sharding=where)
+        return jnp.sum(jnp.tanh(found) ** 2)
+
+    def step(params, ids):
+        grads = jax.grad(looked_up)(gathered(params, mesh), ids, rows)
+        return tx.update(grads, tx.init(params), params)[0]
+
+    tx = optimizer(shard_moments_over="replica")
+    params = jax.device_put({"embed": table}, NamedSharding(mesh, P("fsdp")))
+    with pytest.warns(MuonWarning, match="no leaf gets Muon"):
+        found = jax.jit(step)(params, jax.device_put(ids, rows))
+    adamw: Any = optax.adamw(RATE, weight_decay=DECAY, nesterov=True)
+    grad: Any = jax.grad(looked_up)({"embed": table}, ids)
+    want, _ = adamw.update(grad, adamw.init({"embed": table}), {"embed": table})
+    assert reference.relative_error(found["embed"], want["embed"]) <= 1e-5
+
+
 def test_a_piece_sends_gradients_to_its_momentum_too():
     mesh = make_mesh(LINE)
     params, grads = (
@@ -272,6 +312,10 @@ def test_what_cannot_be_is_an_error_that_names_the_leaves():
             optimizer(shard_moments_over=option)
     with pytest.raises(ValueError, match=r"layer_0: got the axes \['fsdp'\](?s:.*)layer_7"):
         optimizer(shard_moments_over="fsdp", param_shardings=params).init(params)
+    inside = optimizer(shard_moments_over="data", param_shardings=P())
+    body = jax.shard_map(inside.init, mesh=mesh, in_specs=P(), out_specs=P())
+    with pytest.raises(ValueError, match=r"embed: inside a shard_map over \['data'\]"):
+        jax.eval_shape(body, params)
     undeclared = optimizer(shard_moments_over="data")
     with pytest.raises(ValueError, match="give param_shardings"):
         jax.eval_shape(undeclared.init, params)

@@ -83,6 +83,11 @@ def in_shard_map(check_vma: bool, **options: Any) -> Callable[[], Any]:
     return lambda: jax.jit(mapped).lower(x)
 
 
+def on_auto() -> Any:
+    mesh = sharded.make_mesh({"f": 8}, "auto")
+    return jax.device_put({"w": jnp.ones((16, 32))}, NamedSharding(mesh, P()))
+
+
 def planned(shape: tuple[int, ...], where: Any, **options: Any) -> Callable[[], Any]:
     return lambda: plan({"w": jax.ShapeDtypeStruct(shape, "float32")}, where, **options)
 
@@ -176,6 +181,10 @@ CASES: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
     (
         planned((16, 12), None, mu_shardings=NamedSharding(MESH8, P(None, "f"))),
         planned((16, 12), None, mu_shardings={"w": None}),
+    ),
+    (
+        lambda: jax.jit(muon(0.1, shard_moments_over="f").init)(on_auto()),
+        lambda: jax.jit(muon(0.1, shard_moments_over="f", param_shardings=P()).init)(on_auto()),
     ),
     (on_mesh(muon, max_workspace_bytes=4096), on_mesh(muon, max_workspace_bytes=6 * 2048)),
     (lambda: muon(0.1, "dion", 6), lambda: muon(0.1, "dion")),

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import AxisType, NamedSharding
 
 from muon_optax._internal.tree_paths import leaves_with_segments, path_name, raise_all
@@ -70,6 +71,8 @@ class _UnknownError(Exception):
 def _sharding(x: Any, declared: Declared, wanted: Iterable[str], mapped: Any) -> Any:
     if not getattr(x, "shape", ()):
         return None
+    if manual := [a for a in jax.sharding.get_abstract_mesh().manual_axes if a in wanted]:
+        raise _UnknownError(f"inside a shard_map over {manual} they are sharded like parameters")
     try:
         sharding = read_sharding(x, declared, mapped)
     except ValueError:  # whoever needs to know it says what is wrong

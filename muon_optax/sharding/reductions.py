@@ -190,18 +190,16 @@ def reduced_like(old: Any, new: Any, grads: Any) -> Any:
     moved.update(path for path, x in before.items() if _all_axes(x))
     if not moved:
         return new
-    leaves = [
-        _reduced(x, before[path]) if path in moved else x for path, x in leaves_with_segments(new)
-    ]
+    found = leaves_with_segments(new)
+    leaves = [_reduced(x, before.get(path)) if path in moved else x for path, x in found]
     return jax.tree.structure(new).unflatten(leaves)
 
 
 def _reduced(x: jax.Array, like: Any) -> jax.Array:
-    if jax.sharding.get_abstract_mesh().manual_axes:
-        manual = tuple(_manual_axes(like))
-        return jax.lax.pcast(x, manual, to="reduced") if manual else x
+    if manual := tuple(_manual_axes(like)):
+        x = jax.lax.pcast(x, manual, to="reduced")
     axes, sharding, own = reduced_axes(like), _sharding(like), jax.typeof(x).sharding
-    if sharding is None:
+    if sharding is None or sharding.mesh.empty:
         return x
     spec = plain_spec(sharding.spec)
     if own.spec != spec:

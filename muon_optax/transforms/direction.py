@@ -111,7 +111,8 @@ def scale_by_muon(
       orthogonalizer: as in `orthogonalize`; it gets the momentum mix.
       param_shardings: as in `orthogonalize`.
       mu_shardings: how the momentum is sharded, if not like the parameter, as in ZeRO-1 or in host
-        memory: a tree or a function like `param_shardings`.
+        memory: a tree or a function like `param_shardings`. Where it says nothing, momentum is
+        sharded over the mesh axes that a parameter's type is reduced over, too.
       strategy: as in `orthogonalize`.
       max_workspace_bytes: as in `orthogonalize`.
       device: as in `orthogonalize`.

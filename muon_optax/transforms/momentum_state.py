@@ -15,7 +15,7 @@ class MuonState(NamedTuple):
 
     Attributes:
       count: number of updates so far, an int32 scalar.
-      mu: the momentum, one buffer a leaf, sharded like the parameter.
+      mu: the momentum, one buffer a leaf, sharded like the parameter unless otherwise declared.
 
     Example:
       >>> import jax.numpy as jnp
