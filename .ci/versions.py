@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("jax", "optax", "flax")
 # What the chosen tests import; PyTorch and the examples' packages aren't.
 TOOLS = ("chex", "hypothesis", "jaxtyping", "pytest", "pytest-xdist")
-TESTS = ("execute", "pipeline", "optax_parity", "conventions_jax", "alias")
+TESTS = ("pipeline", "optax_parity", "conventions_jax", "alias")
 PYTHONS = ("3.11", "3.12", "3.13")
 # A row of the table, in Markdown.
 ROW = "| {:6} | {:8} | {:8} | {:7} | {:7} | {} |"

@@ -98,3 +98,27 @@ def test_the_figures_are_drawn_as_they_are_kept(tmp_path):
     for name in drawn:
         assert (DOCS / name).stat().st_size < 60_000
         assert f"]({name})" in text, name
+
+
+def test_the_bytes_of_maxtexts_muon():
+    names = ("devices", "layout", "contestant")
+    records = [r for r in benchmarked("aot_bytes")["records"] if r["scanned"]]
+    records = [r for r in records if (r["platform"], r["model"]) == ("cuda", "llama3-8b")]
+    found = {tuple(r[n] for n in names): r for r in records}
+    theirs = {k[:2]: r for k, r in found.items() if k[2] == "maxtext"}
+    ours = {k: found[*k, "muon_optax"] for k in theirs}
+    times = {k: f"{r['received'] / ours[k]['received']:.2f}" for k, r in theirs.items()}
+    fsdp = {
+        devices: {times[devices, f"fsdp_{x}"] for x in ("rows", "columns")} for devices in (8, 64)
+    }
+    row = "| {} and {} times ours; {} and {} times |".format(
+        *fsdp[8], *fsdp[64], times[8, "hsdp"], times[8, "fsdp_tp"]
+    )
+    assert row in (DOCS / "results.md").read_text()
+    workspaces = [
+        [r["workspace_in_largest_matrices"] for r in each.values()] for each in (theirs, ours)
+    ]
+    said = [f"{min(x):.2g} to {max(x):.3g}" for x in workspaces]
+    assert said == ["5 to 247", "4.5 to 5.71"]
+    text = " ".join((DOCS / "sharding.md").read_text().split())
+    assert "needs 5 to 247 of the largest matrices of workspace" in text
