@@ -10,6 +10,7 @@ from benchmarks import aot_formulas
 from benchmarks.aot_formulas import chosen_bytes, fewest_bytes, ideal_flops, largest_bytes
 from benchmarks.shapes import model_on
 
+LARGEST = 4096 * 14336 * 2
 MATRICES = 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336) * 2  # bytes
 
 
@@ -20,6 +21,10 @@ MATRICES = 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336) * 2  # bytes
         ("fsdp_columns", 8, 2 * MATRICES / 8 * 7 / 8),
         ("fsdp_tp", 8, 2 * MATRICES / 8 * 7 / 8),
         ("hsdp", 8, 2 * MATRICES / 8 * 3 / 4 + MATRICES / 4 / 2),
+        # Fewer matrices than devices are one round of the largest, and every device's own slices.
+        ("fsdp_rows", 512, 2 * LARGEST * 511 / 512),
+        ("fsdp_tp", 512, 2 * LARGEST * 511 / 512),
+        ("hsdp_64", 512, 2 * LARGEST * 63 / 64 + MATRICES / 64 * 7 / 8),
     ],
 )
 def test_plans_keep_to_the_formulas(layout, devices, received):
@@ -29,7 +34,7 @@ def test_plans_keep_to_the_formulas(layout, devices, received):
     promised = plan(model.params, where, muon_weight_dimension_numbers=model.views, device="h100")
     assert promised.bytes == chosen_bytes(promised, model) == fewest_bytes(model) == received
     assert promised.flops == ideal_flops(model)
-    assert largest_bytes(model) == 4096 * 14336 * 2
+    assert largest_bytes(model) == LARGEST
 
 
 def test_kinds_that_lie_across_each_other_go_together_where_that_sends_less():

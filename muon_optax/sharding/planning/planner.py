@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, get_args
 
 import jax.numpy as jnp
@@ -94,17 +94,27 @@ def plan_leaves(
             buckets.append(Bucket(members, leaf, tuple(slices)))
         return numbered(buckets)
 
-    # Bucket after bucket, a choice can't know whether later ones fill the devices it leaves idle.
-    # So one plan is made as if they did, one as if not.
-    floors = _least_peaks(filled.values(), workloads)
+    best = _fastest(planned, _least_peaks(filled.values(), workloads), device)
+    return tuple(_without_lone_skip(best, device))
+
+
+def _fastest(
+    planned: Callable[[Mapping[tuple, float], Sharing], list[Bucket]],
+    floors: dict[tuple, float],
+    device: DeviceModel,
+) -> list[Bucket]:
+    """The plan that takes least time, with shared rounds only if these are worth it.
+
+    Bucket after bucket, a choice can't know whether later ones fill the devices it leaves idle. So
+    one plan is made as if they did, one as if not.
+    """
     peaks = dict.fromkeys(floors, 0.0), floors
     best, *shared = (
         min((planned(each, sharing) for each in peaks), key=_seconds_of)
         for sharing in get_args(Sharing)
     )
-    shared = (each for each in sorted(shared, key=_seconds_of) if _is_worth(each, best, device))
-    best = next(shared, best)
-    return tuple(_without_lone_skip(best, device))
+    worth = (each for each in sorted(shared, key=_seconds_of) if _is_worth(each, best, device))
+    return next(worth, best)
 
 
 def _seconds_of(buckets: Iterable[Bucket]) -> float:

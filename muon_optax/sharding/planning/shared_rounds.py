@@ -37,14 +37,14 @@ class OpenRounds:
     """The rounds that a plan has begun."""
 
     def __init__(self) -> None:
-        self._rounds: list[OpenRound] = []
+        self._rounds: dict[int, OpenRound] = {}
 
     def for_rest(
         self, strategy: Strategy, leaf: BoundLeaf, workload: Workload
     ) -> Iterator[OpenRound]:
         """Those that have owners for the matrices of a leaf."""
         kind = _kind(strategy, leaf, workload)
-        return (each for each in self._rounds if each.kind == kind and each.free)
+        return (r for r in self._rounds.values() if r.kind == kind and r.free)
 
     def take(self, work_slice: WorkSlice, leaf: BoundLeaf, workload: Workload) -> int:
         """Puts a rest into its round, or makes one; returns the number."""
@@ -59,8 +59,7 @@ class OpenRounds:
             received = max(before.received, received)
         replica, shard = divmod(work_slice.first_owner, workload.shards)
         next_owner = replica * workload.shards + (shard + each) % workload.shards
-        taken = OpenRound(number, path, kind, next_owner, free - each, received)
-        self._rounds[number : number + 1] = [taken]
+        self._rounds[number] = OpenRound(number, path, kind, next_owner, free - each, received)
         return number
 
 
