@@ -1,6 +1,7 @@
 """Fewer matrices than owners: kinds of several shapes that share a round."""
 
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -310,6 +311,15 @@ def test_replicas_share_the_round_too():
     a_layer = sum(n * 2 * rows * columns for n, (rows, columns) in LLAMA.values())
     own = 32 * a_layer // 64
     assert found.bytes == 2 * 14336 * 4096 * 2 * 63 // 64 + own * 7 // 8
+
+
+@pytest.mark.parametrize(("bound", "sharing"), [(2048, 0), (4096, 2), (6144, 2), (6656, 3)])
+def test_results_of_all_replicas_fit_the_workspace(bound, sharing):
+    """They come in one flat array and are cut from it: two copies, a fourth on each shard."""
+    rows = planned("hsdp", max_workspace_bytes=bound).rows
+    shared = [row for row in rows if row.round is not None]
+    assert len(shared) == sharing
+    assert sum(2 * row.count * math.prod(row.matrix) for row in shared) <= bound
 
 
 def test_what_does_not_fit_goes_on_in_a_new_round():

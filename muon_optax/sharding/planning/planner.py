@@ -258,12 +258,22 @@ class _Chooser:
         if self.sharing != "none" and strategy.shares_rounds:
             for each in self.rounds.for_rest(strategy, self.leaf, workload):
                 room = each.free * workload.replicas
+                if not self._holds(each, min(count, room), workload):
+                    continue
                 if count <= room:
                     yield [self._joined(strategy, start, count, workload, each)]
                 elif self.sharing == "all":  # takes as long, and leaves more room in the new round
                     last = self._slice(strategy, start + room, count - room, workload)
                     yield [self._joined(strategy, start, room, workload, each), last]
         yield [self._slice(strategy, start, count, workload)]
+
+    def _holds(self, into: OpenRound, count: int, workload: Workload) -> bool:
+        """Whether the workspace has room for a round's results with those of more matrices.
+
+        A round of one shape writes its results where they stay. Shapes that share one get theirs in
+        one flat array, which is then cut: two copies, of the results of all replicas.
+        """
+        return 2 * (into.results + count * workload.result_bytes) <= self.budget
 
     def _joined(
         self, strategy: Strategy, start: int, count: int, workload: Workload, into: OpenRound

@@ -23,6 +23,7 @@ class OpenRound:
       next_owner: the owner that follows those that have a matrix.
       free: owners without a matrix, in each replica.
       received: bytes that a device receives of the other shards.
+      results: bytes of the results that a device gets, those of other replicas included.
     """
 
     number: int
@@ -31,6 +32,7 @@ class OpenRound:
     next_owner: int
     free: int
     received: int
+    results: int
 
 
 class OpenRounds:
@@ -52,14 +54,18 @@ class OpenRounds:
         received = work_slice.strategy.received_bytes(each, workload)
         number = len(self._rounds) if work_slice.round is None else work_slice.round
         kind = _kind(work_slice.strategy, leaf, workload)
+        results = work_slice.count * workload.result_bytes
         path, free = leaf.path, workload.shards
         if work_slice.round is not None:
             before = self._rounds[number]
             path, free = before.first_leaf, before.free
             received = max(before.received, received)
+            results += before.results
         replica, shard = divmod(work_slice.first_owner, workload.shards)
         next_owner = replica * workload.shards + (shard + each) % workload.shards
-        self._rounds[number] = OpenRound(number, path, kind, next_owner, free - each, received)
+        self._rounds[number] = OpenRound(
+            number, path, kind, next_owner, free - each, received, results
+        )
         return number
 
 
