@@ -314,21 +314,9 @@ def test_every_step_of_a_scan_sends_the_same():
     assert found.received <= BAR * 5 * all_to_all(16, M, N_, 8)
 
 
-def test_four_times_the_layers_are_about_twice_the_instructions():
-    """At most 2.1 times those of 12 layers, whose remainders share rounds; 48 leave none."""
-    mesh, found = make_mesh(FLAT), {}
-    for layers in (12, 48):
-        shapes = gpt2_layers(layers, width=64)
-        where = {name: NamedSharding(mesh, P("f")) for name in shapes}
-        found[layers] = read_program(sharded.lower(muon(0.1), shapes, where, "float32").compile())
-    assert found[48].instructions <= 2.1 * found[12].instructions
-
-
-def test_leaves_are_cut_from_what_arrives_without_joining_it():
-    leaves = {f"w{i}": Leaf((16, 64), P("f")) for i in range(24)}
-    text = sharded.compile_update(leaves, make_mesh({"f": 8}), device=sharded.SLOW).as_text()
-    entry = text[text.index("\nENTRY") :]
-    _, sent = re.findall(r"(\S+) = \(.*\) all-to-all\(", entry)
-    arrived = re.findall(rf"(\S+) = \S+ get-tuple-element\({re.escape(sent)}\)", entry)
-    readers = [sum(f"({part})" in line for line in entry.split("\n")) for part in arrived]
-    assert readers == [3] * 8  # one for each leaf
+def test_48_layers_are_few_instructions():
+    """At most 165 a layer of four matrices: half of what each of 12 layers took, 330."""
+    shapes = gpt2_layers(48, width=64)
+    where = {name: NamedSharding(make_mesh(FLAT), P("f")) for name in shapes}
+    found = read_program(sharded.lower(muon(0.1), shapes, where, "float32").compile())
+    assert found.instructions <= 165 * 48
