@@ -320,3 +320,13 @@ def test_48_layers_are_few_instructions():
     where = {name: NamedSharding(make_mesh(FLAT), P("f")) for name in shapes}
     found = read_program(sharded.lower(muon(0.1), shapes, where, "float32").compile())
     assert found.instructions <= 165 * 48
+
+
+def test_leaves_are_cut_from_what_arrives_without_joining_it():
+    leaves = {f"w{i}": Leaf((16, 64), P("f")) for i in range(24)}
+    text = sharded.compile_update(leaves, make_mesh({"f": 8}), device=sharded.SLOW).as_text()
+    entry = text[text.index("\nENTRY") :]
+    _, sent = re.findall(r"(\S+) = \(.*\) all-to-all\(", entry)
+    arrived = re.findall(rf"(\S+) = \S+ get-tuple-element\({re.escape(sent)}\)", entry)
+    readers = [sum(f"({part})" in line for line in entry.split("\n")) for part in arrived]
+    assert readers == [3] * 8  # one for each leaf
