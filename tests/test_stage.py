@@ -85,6 +85,15 @@ def test_a_place_for_one_takes_its_kind(options, kind):
         muon(0.1, **options)
 
 
+@pytest.mark.parametrize("slot", ["after_orthogonalization", "last"])
+def test_what_makes_steps_has_a_place_of_its_own(slot):
+    """Behind the learning rate, hyperball would go up the gradient."""
+    values: Any = (hyperball(0.1), [scale_by_shape(), hyperball(0.1)])
+    for value in values:
+        with pytest.raises(ValueError, match=f"^{slot} got a transformation that makes steps"):
+            muon(0.1, **{slot: value})
+
+
 def test_a_piece_in_a_slot_takes_the_views_of_muon():
     """The scale by shape twice: each block of a fused leaf has its own factor."""
     grads = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(4, 24)), jnp.float32)}

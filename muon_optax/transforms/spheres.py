@@ -116,7 +116,8 @@ def hyperball(
     elif not (spans and isinstance(spans, tuple) and all(isinstance(a, int) for a in spans)):
         raise TypeError(f"spans must be 'matrix', 'leaf' or a tuple of axes, got {spans!r}")
     steps = _Steps(learning_rate, radius, spans)
-    return standalone(Stage(steps.init, steps.update), weight_dimension_numbers, param_shardings)
+    stage = Stage(steps.init, steps.update, makes_steps=True)
+    return standalone(stage, weight_dimension_numbers, param_shardings)
 
 
 @dataclasses.dataclass(frozen=True)

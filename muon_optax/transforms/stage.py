@@ -36,12 +36,15 @@ class Stage(NamedTuple):
     Attributes:
       init: (params, leaves) -> state.
       update: (updates, state, params, leaves, **extra_args) -> (updates, state).
+      makes_steps: whether updates are what is added to the weights, with the learning rate and the
+        sign of a step down the gradient.
 
-    Both get a record for each leaf of `params` or `updates`, in flattening order.
+    Both functions get a record for each leaf of `params` or `updates`, in flattening order.
     """
 
     init: Callable[[Any, Leaves], Any]
     update: Callable[..., tuple[Any, Any]]
+    makes_steps: bool = False
 
 
 class MatrixTransformation(optax.GradientTransformationExtraArgs):
@@ -139,6 +142,8 @@ def slot_stage(
 
     Raises:
       TypeError: for anything else.
+      ValueError: for one that makes steps of directions, as `hyperball`: in no slot is there a
+        direction that nothing else makes a step of.
 
     Example:
       >>> stage = slot_stage("last", (optax.scale(2.0), optax.scale(3.0)))
@@ -148,7 +153,7 @@ def slot_stage(
     if given is None:
         return None
     if isinstance(given, optax.GradientTransformation):
-        return as_stage(given)
+        return _slot_piece(name, given)
     are_pieces = isinstance(given, list | tuple) and all(
         isinstance(piece, optax.GradientTransformation) for piece in given
     )
@@ -156,8 +161,15 @@ def slot_stage(
         raise TypeError(
             f"{name} must be a transformation, a list or tuple of them, or None, got {given!r}"
         )
-    stages = {str(i): as_stage(piece) for i, piece in enumerate(given)}
+    stages = {str(i): _slot_piece(name, piece) for i, piece in enumerate(given)}
     return in_order(stages, tuple(stages))
+
+
+def _slot_piece(name: str, piece: optax.GradientTransformation) -> Stage:
+    stage = as_stage(piece)
+    if stage.makes_steps:
+        raise ValueError(f"{name} got a transformation that makes steps itself: give it as step=")
+    return stage
 
 
 def in_order(stages: Mapping[str, Stage], order: Sequence[str]) -> Stage:
