@@ -1,4 +1,4 @@
-"""What an update moves between the shardings of parameters and momentum."""
+"""Moves of an update between the shardings of parameters and momentum."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ class Move(NamedTuple):
 def moves_of(
     arrays: Sequence[Any], prepared: Prepared, dion2: Dion2 | None
 ) -> dict[Move, list[BoundLeaf]]:
-    """How gradients and results move, beside what strategies send."""
+    """How gradients and results move, beside the collectives of strategies."""
     found: dict[Move, list[BoundLeaf]] = {}
     rows = zip(arrays, prepared.leaves, prepared.result_shardings, prepared.moves, strict=True)
     for x, leaf, result, end in rows:

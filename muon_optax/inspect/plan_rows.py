@@ -1,4 +1,4 @@
-"""What an update does, as rows: read from a trace like its own, and planned by the same code."""
+"""The work of an update, as rows: read from a trace like its own, and planned by the same code."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,7 +51,7 @@ class PlanRow:
       chunks: number of parts they are cut into, of which each is sent at once.
       bytes: bytes that a device receives.
       flops: FLOPs of the device that does most of them.
-      added_flops: what they add to the device that does most of all.
+      added_flops: their part of the FLOPs of the device that does most of all.
       seconds: on the device model.
       reason: why this strategy.
       steps: in how many of `period` updates this is done: fewer with `block_periodic`, where steps
@@ -88,12 +88,12 @@ class PlanRow:
 
 
 class Planned(NamedTuple):
-    """What is planned for the leaves of one `muon`.
+    """The plan for the leaves of one `muon`.
 
     Attributes:
       model: the device model.
       rows: costliest matrices first.
-      prepared: what a trace of an update makes of the leaves.
+      prepared: the leaves, as a trace of an update prepares them.
     """
 
     model: DeviceModel
@@ -107,14 +107,14 @@ class Planned(NamedTuple):
 
 
 def plan_rows(config: MuonConfig, params: Any) -> Planned:
-    """What a traced update of these parameters does.
+    """The plan of a traced update of these parameters.
 
     Args:
-      config: what the optimizer was told.
+      config: the optimizer's configuration.
       params: arrays or shape structs; gradients are taken to be sharded like them.
 
     Returns:
-      What is planned. With `block_periodic` the rows of whole steps come before those of block
+      The plan. With `block_periodic` the rows of whole steps come before those of block
       steps; rows that are in both come once.
 
     Raises:
@@ -156,9 +156,9 @@ def _rows(
     """The rows of one kind of step.
 
     Args:
-      config: what the optimizer was told.
+      config: the optimizer's configuration.
       arrays: Muon's leaves.
-      prepared: what a trace makes of them.
+      prepared: the leaves, as a trace prepares them.
       hidden: how leaves are sharded whose sharding no trace can see.
       planned_as: the leaves that are planned for these.
 
@@ -191,7 +191,7 @@ def _alternating(
 
 
 def _traced(config: MuonConfig, params: Any, assignment: Assignment) -> Prepared:
-    """What an update prepares, from tracers: concrete arrays show more than it can see."""
+    """The leaves as an update prepares them, from tracers: concrete arrays would show more."""
     treedef = jax.tree.structure(params)
     found: list[Prepared] = []
     errors: list[Exception] = []
@@ -210,7 +210,7 @@ def _traced(config: MuonConfig, params: Any, assignment: Assignment) -> Prepared
 
 
 def _prepared(config: MuonConfig, params: Any, assignment: Assignment) -> Prepared:
-    """What an update of traced parameters prepares; gradients are like these."""
+    """The leaves as an update of traced parameters prepares them; gradients are like these."""
     where = config.declared.of(params, config.views)
     ours, views = assignment.muon_part(to_device(summed(params)))
     _check_meshes(ours, where)
@@ -249,7 +249,7 @@ def _hidden(arrays: Sequence[Any], leaves: Sequence[BoundLeaf]) -> dict[int, Lea
 
 
 def _notes(arrays: Sequence[Any], prepared: Prepared) -> dict[str, str]:
-    """What the reader of a plan should know of a leaf, by its path."""
+    """Notes on a leaf for the reader of a plan, by its path."""
     notes = {}
     for x, leaf, result in zip(arrays, prepared.leaves, prepared.result_shardings, strict=True):
         if result is None or not leaf.sharding.is_known:
@@ -325,7 +325,7 @@ def _row(
 def _partitioner_rows(
     config: MuonConfig, declared: Sequence[BoundLeaf], model: DeviceModel
 ) -> Iterator[PlanRow]:
-    """Rows of leaves whose sharding the trace can't see, and what declaring it would make them."""
+    """Rows of leaves whose sharding the trace can't see, and those that declaring it would give."""
     iteration = config.direction.orthogonalizer.newton_schulz
     for row, leaf in _planned_rows(config, declared, {})[1]:
         elements = leaf.view.fan_in * leaf.view.fan_out

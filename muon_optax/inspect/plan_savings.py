@@ -1,4 +1,4 @@
-"""What sharding the moments over replicas would save, as ZeRO-1 does."""
+"""Bytes that sharding the moments over replicas would save, as ZeRO-1 does."""
 
 import dataclasses
 from typing import Any
@@ -18,15 +18,15 @@ __all__ = ["advice_on_moments"]
 
 
 def advice_on_moments(config: MuonConfig, params: Any, planned: Planned) -> str | None:
-    """What `shard_moments_over` would save, where gradients are summed over replicas.
+    """Bytes that `shard_moments_over` would save, where gradients are summed over replicas.
 
     Their sum belongs to the backward pass and is in no row. Its all-reduce takes twice what the
     replicas receive of the results.
 
     Args:
-      config: what the optimizer was told.
+      config: the optimizer's configuration.
       params: as in `plan_rows`.
-      planned: what that returned.
+      planned: its result.
 
     Returns:
       A sentence; None where nothing would be saved, or where the user has decided.

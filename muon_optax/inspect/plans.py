@@ -15,14 +15,14 @@ __all__ = ["Plan", "PlanRow", "plan"]
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What an update does on each device; `print` it, give it to rich, or read `rows`.
+    """The work of an update on each device; `print` it, give it to rich, or read `rows`.
 
     With `block_periodic` updates differ, and totals are averages over the period.
 
     Attributes:
       rows: costliest matrices first.
       device: name of the device model.
-      advice: what would save bytes in a whole step, as sentences.
+      advice: ways to save bytes in a whole step, as sentences.
 
     Example:
       >>> import jax
@@ -98,7 +98,7 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
 
 
 def plan(tx: optax.GradientTransformation, params: Any) -> Plan:
-    """What an update does on each device, before any training.
+    """The work of an update on each device, before any training.
 
     That of a jitted update, to whose tracers concrete arrays on Auto mesh axes don't show how they
     are sharded. Gradients are taken to be sharded like the parameters.

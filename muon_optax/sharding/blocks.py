@@ -59,7 +59,7 @@ class BlockedLeaf:
 
 
 def uncut_sides(view: BoundView, counts: Counts) -> list[str]:
-    """What of a leaf's matrices can't be cut in so many equal parts; empty where all can.
+    """The sides of a leaf's matrices that can't be cut in so many equal parts; empty where all can.
 
     Example:
       >>> from muon_optax.views.matrix_view import MatrixView, bind_view
@@ -107,7 +107,7 @@ def blocked(leaf: BoundLeaf, counts: Counts) -> BlockedLeaf:
     new = dataclasses.replace(new, block_sizes=block_sizes, groups=groups, tiles=tuple(tiles))
     sharding = _split_sharding(leaf.sharding, parts)
     if not sharding.axes_of(new.stack_axes):
-        # Replicas would have to send each other what they share.
+        # Replicas would have to send each other the shared part.
         sharding = dataclasses.replace(sharding, free=())
     return BlockedLeaf(
         leaf,
@@ -165,7 +165,7 @@ def _parts_of(sharding: LeafSharding, axes: Sequence[int], count: int) -> dict[i
 
 
 def _divided(sharding: LeafSharding, dim: int, parts: int) -> tuple[Axes, Axes] | None:
-    """The mesh axes of a dim's parts and of what is in a part; None where one is in both."""
+    """The mesh axes of a dim's parts, and those inside a part; None where one is in both."""
     axes, left = sharding.type_key[dim], parts
     for i, axis in enumerate(axes):
         size = sharding.count((axis,))

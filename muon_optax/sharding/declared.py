@@ -31,7 +31,7 @@ Declared = NamedSharding | PartitionSpec | None
 
 
 def declared_specs(where: Any, params: Any) -> list[Declared]:
-    """What the user declares of each leaf of `params`.
+    """The sharding that the user declares for each leaf of `params`.
 
     Args:
       where: None, or a tree (or a prefix of one) of NamedSharding, PartitionSpec, arrays, or
@@ -87,7 +87,7 @@ def is_spec(x: Any) -> bool:
 
 
 def as_declared(entry: Any) -> Declared:
-    """What one entry of a tree of shardings says: a spec, or None for nothing.
+    """The spec that one entry of a tree of shardings gives, or None for nothing.
 
     Raises:
       TypeError: for an entry of another type.

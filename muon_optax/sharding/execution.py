@@ -38,7 +38,7 @@ class Prepared(NamedTuple):
 
     Attributes:
       updates: the gradients, sharded like the momentum.
-      leaves: what the planner takes, in flattening order.
+      leaves: the planner's records, in flattening order.
       result_shardings: how each leaf's parameter, and so its result, is sharded; None where blocks
         stay as they are.
     """
@@ -114,12 +114,13 @@ class ExecutionOptions:
         Args:
           updates: the gradients.
           mu: the momentum, in the containers of `updates`.
-          like: what the leaves were bound from, in these too: parameters, or the gradients.
+          like: the tree that the leaves were bound from, in these too: parameters, or the
+            gradients.
           leaves: one record for each leaf.
           ns_dtype: as given to `muon`.
 
         Returns:
-          What can be planned and run.
+          The prepared leaves, which can be planned and run.
         """
         moved = to_types_of(mu, place(updates, [leaf.mu_sharding for leaf in leaves]))
         mapped = functools.cache(mapped_axes)  # for now: another call may be in another vmap
@@ -140,7 +141,7 @@ class ExecutionOptions:
         shardings: Sequence[LeafSharding] | None = None,
         result_shardings: Sequence[LeafSharding | None] | None = None,
     ) -> list[BoundLeaf]:
-        """What the planner takes.
+        """The records that the planner takes.
 
         Args:
           leaves: as they are bound.
@@ -149,7 +150,7 @@ class ExecutionOptions:
           result_shardings: how each result will be sharded, if otherwise.
 
         Returns:
-          The records, with what the planner needs.
+          The records, with all that the planner needs.
         """
         shardings = shardings or [leaf.sharding for leaf in leaves]
         result_shardings = result_shardings or [None] * len(leaves)
@@ -191,7 +192,7 @@ class ExecutionOptions:
         scalars: Any,
         operands: Sequence[Arrays],
     ) -> list[Arrays]:
-        """What replaces the operands of each leaf; see `run_buckets`."""
+        """The arrays that replace the operands of each leaf; see `run_buckets`."""
         warn_about(
             "on an Auto mesh the sharding of traced arrays can't be seen, so the partitioner "
             "places collectives inside every Newton-Schulz step; give param_shardings to avoid "
@@ -246,7 +247,7 @@ def _is_pair_of_strings(x: Any) -> bool:
 
 
 def _device_kind(sharding: LeafSharding) -> str | None:
-    """What JAX calls the devices of a mesh, where the mesh knows."""
+    """JAX's name of the devices of a mesh, where the mesh knows."""
     device = getattr(sharding.mesh, "abstract_device", None)
     return getattr(device, "device_kind", None)
 

@@ -19,7 +19,7 @@ Annotations = Mapping[Segments, NamedSharding | PartitionSpec]
 
 
 def annotations_of(params: Any) -> Annotations:
-    """What the boxes and variables in a tree say of their arrays, by path.
+    """The metadata of the boxes and variables in a tree, by path.
 
     Logical names that no rule translates to mesh axes are left as they are.
     """

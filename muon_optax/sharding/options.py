@@ -1,4 +1,4 @@
-"""The options that say how parameters and moments are sharded, and what they say of a tree."""
+"""The options for shardings of parameters and moments, and their meaning for a tree."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ __all__ = ["ShardingOptions", "Shardings"]
 
 
 class Shardings(NamedTuple):
-    """What is declared of a tree: trees as in `declared_specs`, or None.
+    """The shardings declared for a tree: trees as in `declared_specs`, or None.
 
     Attributes:
       params: the parameters' shardings.
@@ -38,11 +38,11 @@ class Shardings(NamedTuple):
 
 
 class ShardingOptions:
-    """What the user gave as `param_shardings`, `mu_shardings` and `shard_moments_over`.
+    """The user's `param_shardings`, `mu_shardings` and `shard_moments_over`.
 
     Args:
       param_shardings: a tree (or a prefix of one) as in `declared_specs`, a function of the
-        parameters that returns one, or None for what matrix views or Flax's metadata say.
+        parameters that returns one, or None for those in matrix views or Flax's metadata.
       mu_shardings: the same of the momentum; None is the parameters'.
       shard_moments_over: mesh axes to shard all moments over, too, where `mu_shardings` says
         nothing; None is the axes that a parameter's type is reduced over.
@@ -74,7 +74,7 @@ class ShardingOptions:
         return ShardingOptions(self._params, self._momentum, axes)
 
     def of(self, params: Any, views: Any = None, where: Any = None) -> Shardings:
-        """What is declared of these parameters, or of updates in their places.
+        """The shardings declared for these parameters, or for updates in their places.
 
         Functions are called once, with `params`.
 

@@ -17,7 +17,7 @@ def partitioned(function: Callable[..., Any], *arrays: jax.Array) -> Any:
       *arrays: arrays or tracers, of any sharding on one mesh.
 
     Returns:
-      What the function gives, replicated.
+      The function's result, replicated.
 
     Example:
       >>> partitioned(lambda x: x.sum(), jax.numpy.ones((2, 3))).item()

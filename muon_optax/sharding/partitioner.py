@@ -1,4 +1,4 @@
-"""What an update costs whose shardings the trace can't see: XLA's partitioner places collectives.
+"""The cost of an update whose shardings the trace can't see: XLA's partitioner places collectives.
 
 The figures are those of programs that XLA compiled for CPU, which tests compare. Other versions of
 it may do otherwise, and so does this one, by a factor of up to two, for large matrices of a stack
@@ -8,7 +8,7 @@ A matrix is m x n (m <= n), its short side over M devices and its long side over
 over the matrix, and q small matmuls whose operands are gathered, a device receives
 
     2 p m n / N (M - 1)/M     all-gathers of the matrix, for both of a pass's matmuls
-    q m^2 (M - 1)/M           all-gathers of what small matmuls multiply
+    q m^2 (M - 1)/M           all-gathers of operands of small matmuls
     2 p m^2 / M (N - 1)/N     all-reduces of Gram matrices
 """
 

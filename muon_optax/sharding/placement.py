@@ -78,7 +78,7 @@ def _placed(x: Any, declared: Declared) -> Any:
         return x.update(sharding=NamedSharding(mesh, spec))
     is_mixed = bool(mesh.explicit_axes and mesh.auto_axes)
     if is_mixed and isinstance(mesh, Mesh) and not isinstance(x, Tracer):
-        # Outside of jit a constraint on Auto axes would undo what reshard did.
+        # Outside of jit a constraint on Auto axes would undo the reshard.
         return jax.device_put(x, NamedSharding(mesh, spec))
     if mesh.explicit_axes:
         x = _typed(x, mesh, spec_without(spec, mesh.auto_axes))

@@ -55,7 +55,7 @@ def summation(
 ) -> Summation:
     """How to sum a gradient, so that as much as can be is reduce-scattered to another sharding.
 
-    A reduce-scatter cuts what a device has: the dims of the other sharding must begin with the axes
+    A reduce-scatter cuts a device's block: the dims of the other sharding must begin with the axes
     that cut them already.
 
     Args:
@@ -114,7 +114,7 @@ def _plain(x: Any) -> Any:
     """A leaf without reduced axes in its type; unreduced arrays stay as they are."""
     if _is_unreduced(x):
         return x
-    if _manual_axes(x):  # a cast to what is the same on all devices isn't there (JAX 0.10.2)
+    if _manual_axes(x):  # there is no cast to an invariant type (JAX 0.10.2)
         return jnp.where(True, x, jnp.zeros((), x.dtype))
     sharding = _sharding(x)
     if sharding is None or not reduced_axes(x):
@@ -177,8 +177,8 @@ def reduced_like(old: Any, new: Any, grads: Any) -> Any:
     An update then has the type of its parameter, as `optax.apply_updates` needs.
 
     Args:
-      old: the parameters, or the gradients where these aren't known: what is unreduced over an axis
-        has an update that is reduced over it.
+      old: the parameters, or the gradients where these aren't known: a leaf that is unreduced over
+        an axis has an update that is reduced over it.
       new: updates of plain types.
       grads: the gradients.
 

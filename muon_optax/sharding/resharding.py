@@ -1,4 +1,4 @@
-"""What it costs to move leaves from one sharding to another, as XLA does it."""
+"""The cost of moving leaves from one sharding to another, as XLA does it."""
 
 import itertools
 import math

@@ -195,7 +195,7 @@ class SelectedLeaf:
         return _with_dims(sharding, shape, [() if d in axes else own for d, own in _dims(sharding)])
 
     def blocks_of(self, chosen: Chosen, sharding: LeafSharding) -> Chosen:
-        """What is chosen of a device's own matrices, where the leaf is sharded so."""
+        """The choice among a device's own matrices, where the leaf is sharded so."""
         if not self.is_chosen_everywhere:
             return chosen
         assert chosen.indices is not None
@@ -234,7 +234,7 @@ class SelectedLeaf:
         return move if self.is_whole_along_slices(move) else own
 
     def is_whole_along_slices(self, sharding: LeafSharding) -> bool:
-        """Whether no mesh axis shards what slices are chosen along."""
+        """Whether no mesh axis shards the axis that slices are chosen along."""
         return not sharding.axes_of([a for role in self.used_roles for a in self.axes(role)])
 
 

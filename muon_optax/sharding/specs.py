@@ -2,7 +2,7 @@
 
 Three kinds of mesh axes tell it three ways: an Explicit axis is in the array's type; an Auto axis
 is known from concrete arrays or from what the user declares; inside a shard_map the axes are
-Manual, the arrays are blocks, and only a declaration says of what.
+Manual, the arrays are blocks, and only a declaration says of which arrays.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ __all__ = ["Axes", "LeafSharding", "read_sharding", "read_shardings", "whole_sha
 
 @dataclasses.dataclass(frozen=True)
 class LeafSharding:
-    """How one leaf is sharded: what jax.sharding says of it, and what Muon has to know besides.
+    """How one leaf is sharded: its `jax.sharding`, and the facts that Muon needs besides.
 
     Attributes:
       shape: the whole leaf's shape.
@@ -182,7 +182,7 @@ def read_sharding(
 
     Args:
       x: an array, a tracer, or a shape struct.
-      declared: what the user says of it.
+      declared: the user's declaration.
       mapped: a function that gives the axes of a mesh that a `vmap` maps over; None asks JAX.
 
     Returns:
@@ -235,7 +235,7 @@ def whole_shapes(tree: Any, declared: Any) -> Any:
 
 
 def _check_whole(x: Any, mesh: Mesh | AbstractMesh, manual: Axes) -> None:
-    """A block taken for a matrix is silent and wrong, so what can't be told apart is refused."""
+    """A block taken for a matrix is silent and wrong, so leaves that may be either are refused."""
     advice = "declare with param_shardings how the parameters are sharded (P() for a whole matrix)"
     probe = jax.lax.axis_index(next(a for a in manual if mesh.shape[a] > 1))
     if not varying_axes(probe):
@@ -256,7 +256,7 @@ def _typed_axes(x: Any) -> set[str]:
 
 
 def _spec_of(x: Any, declared: Declared) -> PartitionSpec:
-    """What the type says where it says all, else the declared spec, else a concrete array's."""
+    """The type's spec where it is complete, else the declared one, else a concrete array's."""
     typed = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
     if typed is not None and set(typed.mesh.axis_types) == {AxisType.Explicit}:
         return plain_spec(typed.spec)

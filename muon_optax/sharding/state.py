@@ -94,7 +94,7 @@ def _with_moments(kind: type, old: Any, new: Any) -> Any:
 
 
 def _told(tx: optax.GradientTransformation, params: Any, where: Any) -> Shardings:
-    """What the one `muon` in a transformation was told, if there is one, unless `where` says it."""
+    """The shardings that the one `muon` in a transformation declares, unless `where` does."""
     found = search_configs(tx, params)
     if len(found) != 1:
         return Shardings(where)
@@ -120,7 +120,7 @@ def _like_params(tx: optax.GradientTransformation, state: Any, params: Any, wher
 
 
 def _named_shardings(params: Any, where: Any, default: Sequence[Declared] | None = None) -> Any:
-    """A NamedSharding for each parameter: what `where` says, else `default`, else `params`."""
+    """A NamedSharding for each parameter: by `where`, else `default`, else `params`."""
     own = {path for path, _ in leaves_with_segments(where, is_spec)}
     specs = declared_specs(where, params)
     if None in specs:  # of all leaves, or, in metadata, of some
@@ -138,7 +138,7 @@ def _named_shardings(params: Any, where: Any, default: Sequence[Declared] | None
 
 
 def _own_specs(params: Any) -> list[Declared]:
-    """What arrays and shape structs say, and Flax's metadata where they don't say a mesh.
+    """The shardings of arrays and shape structs, by Flax's metadata where these have no mesh.
 
     To Flax, a leaf without metadata among others that have it is replicated.
     """

@@ -15,7 +15,7 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def as_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """`x` with the type of what differs between the devices along mesh axes."""
+    """`x` with the type of arrays that differ between the devices along mesh axes."""
     missing = tuple(set(axes) - varying_axes(x))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
@@ -28,8 +28,9 @@ def unreduced_axes(x: Any) -> frozenset[str]:
 def mapped_axes(mesh: Mesh | AbstractMesh) -> frozenset[str]:
     """Explicit axes of the mesh that a `vmap` maps over.
 
-    They are in no type inside of it, and can't be used there. What tells is that a shard_map over
-    all axes leaves them out, also where a jit, a scan or a cond inside the vmap hides its tracers.
+    They are in no type inside of it, and can't be used there. A sign of them is that a shard_map
+    over all axes leaves them out, also where a jit, a scan or a cond inside the vmap hides its
+    tracers.
 
     Example:
       >>> mesh = jax.make_mesh((1,), ("members",), axis_types=(jax.sharding.AxisType.Explicit,))

@@ -30,7 +30,7 @@ ROLES: dict[str, Role] = {
     "expert": "expert",
     "ep": "expert",
 }
-# What tensor parallelism cuts along its input, as the layers before are cut along their output.
+# Layers that tensor parallelism cuts along the input, as those before are cut along the output.
 _ROW_PARALLEL = {"o", "out", "down", "c_proj", "wo", "w2", "o_proj", "out_proj", "down_proj"}
 
 
@@ -68,8 +68,8 @@ def usual_specs(
     Axes named replica, data or dp replicate all leaves. fsdp shards each matrix on its first dim
     (rows) or its last (columns), or where that doesn't divide on the largest that does. tensor, tp
     or model shards the output of a layer, but the input of output projections, as Megatron does;
-    fsdp then takes the other dim. expert or ep shards the expert dim of what has one. Vectors, and
-    leaves that no size divides, are replicated.
+    fsdp then takes the other dim. expert or ep shards the expert dim of leaves that have one.
+    Vectors, and leaves that no size divides, are replicated.
 
     Args:
       params: the parameters, as arrays or shape structs.

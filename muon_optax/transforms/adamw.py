@@ -89,7 +89,7 @@ def _scale_by_adam(mu_dtype: Any, options: dict[str, Any]) -> optax.GradientTran
     Adam's update of a leaf is some twenty operations, and a model has hundreds of biases and norms
     of a few shapes. JAX traces the function of an inner `jax.jit` once for each kind of argument
     and then only refers to it, so a tree of 500 biases takes a fifth of the time to trace, and its
-    program is shorter to lower. XLA inlines the calls before it fuses, so what runs is the same.
+    program is shorter to lower. XLA inlines the calls before it fuses, so the same program runs.
 
     The state is optax's `ScaleByAdamState`, but not by optax's `init`: its `zeros_like` loses the
     sharding under `jit`, where it raises on Explicit meshes without a context and puts all on

@@ -39,7 +39,7 @@ class BlockPeriodic:
         that have blocks. Weight decay keeps its rate.
 
     Raises:
-      TypeError, ValueError: for what is no pair of positive integers, a period or a ratio.
+      TypeError, ValueError: for anything but a pair of positive integers, a period and a ratio.
 
     Example:
       >>> pieces = BlockPeriodic([("attn", (1, 4)), ("*", (4, 1))], period=10)
@@ -95,7 +95,7 @@ class BlockPeriodic:
         return [blocked(leaf, self.counts_of(leaf.segments)) for leaf in leaves]
 
     def factors(self, leaf: BoundLeaf, scaling: Scaling) -> list[float]:
-        """What block steps multiply each of a leaf's matrices by, before its own shape's scale.
+        """The factor of each of a leaf's matrices in block steps, before its own shape's scale.
 
         Args:
           leaf: the leaf.

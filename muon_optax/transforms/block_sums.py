@@ -18,7 +18,7 @@ __all__ = ["BlockSums", "all_sums"]
 
 
 class BlockSums(Protocol):
-    """What the devices that share a leaf each sum over their block, to be summed over them."""
+    """Sums of each device over its block of a leaf, to be summed over the devices that share it."""
 
     @property
     def leaf(self) -> BoundLeaf:

@@ -18,7 +18,7 @@ from muon_optax.transforms.standalone import standalone, weights_of
 __all__ = ["BrakeForm", "radial_brake"]
 
 BrakeForm = Literal["norm", "component", "pinned"]
-_SMALLEST_NORM = 1e-15  # what Emerging-Optimizers takes for zero
+_SMALLEST_NORM = 1e-15  # Emerging-Optimizers takes smaller ones for zero
 
 
 def radial_brake(
@@ -31,7 +31,8 @@ def radial_brake(
 ) -> MatrixTransformation:
     """Lets a part of each step's change of the weights' norm through.
 
-    Stands last, after weight decay and the learning rate: updates are what is added to the weights.
+    Stands last, after weight decay and the learning rate: updates are added to the weights as they
+    are.
 
     Args:
       outward: the part that remains of a growth of the norm.
@@ -114,7 +115,7 @@ class _Brake:
     def _by_norm(
         self, of_weights: jax.Array, of_new: jax.Array, grown: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """What weights and step are multiplied by, so that the norm changes by its part."""
+        """The factors of weights and step, so that the norm changes by its part."""
         before, after = map(_norm_or_zero, (of_weights, of_new))
         change = quotient(grown, before + after)
         shrinks = quotient((self._part(change) - 1) * change, after)
@@ -125,13 +126,13 @@ class _Brake:
     def _by_component(
         self, of_weights: jax.Array, of_both: jax.Array, of_steps: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """What weights and step are multiplied by, so that the component changes by its part."""
+        """The factors of weights and step, so that the component changes by its part."""
         along = quotient(of_both, of_weights)
         part = self._part(along)
         added = (part - 1) * along  # W times this makes the component part * along
         if self.form == "component":
             return added, jnp.ones_like(added)
-        across = jnp.maximum(of_steps - along * of_both, 0)  # what makes the norm grow too much
+        across = jnp.maximum(of_steps - along * of_both, 0)  # makes the norm grow too much
         wanted = jnp.sqrt(of_weights) * jnp.maximum(1 + part * along, 0)
         norm = jnp.sqrt(wanted**2 + across)
         shrinks = jnp.where(wanted == 0, -1, quotient(-across, norm * (norm + wanted)))

@@ -61,9 +61,9 @@ def scale_by_dion2(
     Args:
       fraction: of the slices of each matrix, in (0, 1]: of n, max(1, ceil(fraction * n)) are
         chosen, of equal ones the first.
-      ef_decay: what chosen slices of the momentum are multiplied by, in [0, 1).
+      ef_decay: the factor of chosen slices of the momentum, in [0, 1).
       mu_dtype: as in `scale_by_momentum`.
-      each: a slice is what belongs to one 'output' neuron, to one 'input', or to a place of the
+      each: a slice belongs to one 'output' neuron, to one 'input', or to a place of the
         'shorter' side (to an output where both are equal).
       ns_coeffs: as in `orthogonalize`.
       ns_steps: as in `orthogonalize`.

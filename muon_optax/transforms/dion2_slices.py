@@ -34,7 +34,7 @@ class Dion2:
     Attributes:
       fraction: of the slices of each matrix, in (0, 1]: of n, the max(1, ceil(fraction * n)) of
         largest L1 norm are chosen, of equal ones the first.
-      each: a slice is what belongs to one 'output' neuron, to one 'input', or to a place of the
+      each: a slice belongs to one 'output' neuron, to one 'input', or to a place of the
         'shorter' side (to an output where both are equal).
 
     Raises:
@@ -89,7 +89,7 @@ class Dion2:
     def moved(
         self, leaf: BoundLeaf, old: LeafSharding, new: LeafSharding
     ) -> tuple[LeafSharding, LeafSharding]:
-        """The shardings of what is moved, where a leaf's results go from one to another."""
+        """The shardings of the moved arrays, where a leaf's results go from one to another."""
         row = selected(leaf, self.fraction, self.each)
         return (row.sharding(old), row.sharding(new)) if row.end(new) is new else (old, new)
 
@@ -105,7 +105,7 @@ class Dion2:
         Args:
           run: orthogonalises leaves: `ExecutionOptions.run`.
           ready: the leaves, where they are worked on.
-          decay: what chosen slices of the momentum are multiplied by.
+          decay: the factor of chosen slices of the momentum.
           pairs: gradient and momentum of each.
         """
         rows = self.selected(ready.leaves)
@@ -159,7 +159,7 @@ class _Select:
         ]
 
     def __call__(self, decay: jax.Array, pairs: Sequence[Arrays]) -> list[tuple]:
-        """What is orthogonalised, the new momentum, and places of slices that make a leaf."""
+        """The matrices to orthogonalise, the new momentum, and the places of a leaf's slices."""
         leaves = [dataclasses.replace(row.whole, sharding=sharding) for row, sharding in self.rows]
         new = [_sum(*pair) for pair in pairs]
         rows = zip(self.rows, leaves, pairs, new, self._chosen(leaves, new), strict=True)
@@ -197,7 +197,7 @@ def _norms(row: SelectedLeaf, leaf: BoundLeaf, role: SliceRole) -> WholeSums:
 
 
 def _of_places(row: SelectedLeaf, sharding: LeafSharding) -> LeafSharding:
-    """What shards the places of slices that a device chooses."""
+    """The mesh axes that shard the places of slices that a device chooses."""
     every = tuple(a for axes in sharding.type_key for a in axes)
     return sharding.without(every) if row.is_chosen_everywhere else sharding
 
@@ -273,7 +273,7 @@ def _on_blocks(
     decay: jax.Array,
     operands: Sequence[Arrays],
 ) -> list[tuple]:
-    """Runs a program on each device's blocks: what is chosen, taken and put back is there.
+    """Runs a program on each device's blocks, which have all that is chosen, taken and put back.
 
     The partitioner would gather matrices for indices that depend on data, and Explicit mesh axes
     know no such gather.

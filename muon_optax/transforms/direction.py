@@ -291,7 +291,7 @@ def _either(predicate: jax.Array, true: Callable, false: Callable, *operands: An
 
 
 def _select(predicate: jax.Array, true: Callable, false: Callable, *operands: Any) -> Any:
-    """What `jax.lax.cond` does under a `vmap` that maps its predicate: it computes both.
+    """As `jax.lax.cond` under a `vmap` that maps its predicate: computes both.
 
     Over an Explicit mesh axis it raises ShardingTypeError, since it broadcasts the predicate to
     arrays of a replicated type (JAX 0.10.2).

@@ -238,7 +238,7 @@ class WholeSums:
     Attributes:
       sums: over one side.
       dims: the axes of the leaf along which results are whole.
-      is_summed: whether what is given are sums already, as a moving average of them.
+      is_summed: whether the rows given are sums already, as a moving average of them.
 
     Example:
       >>> from muon_optax.transforms.binding import bind_leaves
@@ -282,7 +282,7 @@ class WholeSums:
         """Values for each sum of the whole leaf, sharded as sums over the leaf are.
 
         Args:
-          whole: what is made of the sums.
+          whole: the values made of the sums.
           leaf: the leaf as it is sharded elsewhere, as its parameter under ZeRO-1; None is here.
         """
         here = self.leaf.sharding
@@ -349,7 +349,7 @@ def sums_and_moments(
 
 
 def _on_first_device(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """What all devices along mesh axes have, on the first of them; zeros on the others."""
+    """The values of all devices along mesh axes, on the first of them; zeros on the others."""
     return jnp.where(jax.lax.axis_index(axes) == 0, x, 0) if axes else x
 
 

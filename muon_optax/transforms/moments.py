@@ -31,7 +31,7 @@ State = TypeVar("State", bound=type)
 def holds_moments(*fields: str) -> Callable[[State], State]:
     """A class decorator: says which fields of a state are trees of moments, like the parameters.
 
-    Leaves without a gradient keep what these trees have for them.
+    Leaves without a gradient keep their entries in these trees.
     """
 
     def noted(kind: State) -> State:

@@ -40,8 +40,8 @@ class Weights(NamedTuple):
     """Scalars of one step, as (of the old buffer, of the gradient).
 
     Attributes:
-      keep: what makes the new buffer.
-      mix: what makes the direction.
+      keep: weights of the sum that is the new buffer.
+      mix: weights of the sum that is the direction.
     """
 
     keep: tuple[jax.Array, jax.Array]
@@ -56,7 +56,7 @@ class Momentum:
       beta: decay rate, in [0, 1).
       dtype: dtype of the buffer; None is the parameter's. Complex parameters keep a complex buffer.
       nesterov: look one step ahead.
-      bias_correction: divide by what the zero start leaves out, as optax does.
+      bias_correction: divide by 1 - beta^t, since the buffer starts from zero, as optax does.
       form: 'ema', m = beta m + (1 - beta) g, or 'sum', m = beta m + g.
     """
 
@@ -153,7 +153,7 @@ def scale_by_momentum(
     bias_correction: bool = True,
     momentum: MomentumForm = "ema",
 ) -> optax.GradientTransformation:
-    """Replaces updates by their momentum mix, what Muon orthogonalises.
+    """Replaces updates by their momentum mix, which Muon orthogonalises.
 
     Args:
       beta: decay rate, in [0, 1).

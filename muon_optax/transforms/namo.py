@@ -81,7 +81,7 @@ class Namo:
         check_flag("bias_correction", self.bias_correction)
 
     def sums(self, leaf: BoundLeaf) -> MatrixSums:
-        """What sums over all that has one factor."""
+        """The reduction over all that has one factor."""
         return MatrixSums(leaf, _SUMMED[self.each])
 
     def of(
@@ -180,7 +180,7 @@ def scale_by_namo(
       clamp: factors of inputs are kept between this times their mean, and their mean divided by it.
       nesterov: as in `scale_by_momentum`.
       bias_correction: of the factor; the momentum has none.
-      then: what is done to the direction before it is multiplied, as scale and decay.
+      then: the stages between the direction and its factor, as scale and decay.
       weight_dimension_numbers: as in `orthogonalize`.
       param_shardings: as in `orthogonalize`.
       mu_shardings: as in `scale_by_muon`.
@@ -225,10 +225,10 @@ def namo_stage(
     """The stage of `scale_by_namo`.
 
     Args:
-      factor: what the direction is multiplied by.
+      factor: the factor of the direction.
       momentum: how the momentum mix is formed: 'ema', without bias correction.
       direction: the stage that forms and orthogonalises it.
-      then: what is done to the direction before it is multiplied.
+      then: the stages between the direction and its factor.
 
     Returns:
       A stage in the place of the direction's.
@@ -250,7 +250,7 @@ def namo_stage(
 
 @dataclasses.dataclass(frozen=True)
 class _Namo:
-    """A direction, what follows it, and the factor that multiplies both."""
+    """A direction, the stages that follow it, and the factor that multiplies the result."""
 
     factor: Namo
     momentum: Momentum

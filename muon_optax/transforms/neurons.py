@@ -87,10 +87,10 @@ def scale_by_neuron(
     Args:
       beta2: decay rate of the second moment, in [0, 1).
       eps: keeps the divisor from zero.
-      each: what has a second moment: each 'output' neuron, or each place of the 'longer' side (of
-        outputs where both are equal).
-      restore: what each matrix is brought back to: 'norm', its Frobenius norm before; a number, the
-        root mean square of its entries (0.2 in the paper); None, nothing.
+      each: each of these has a second moment: each 'output' neuron, or each place of the 'longer'
+        side (of outputs where both are equal).
+      restore: the size that each matrix is brought back to: 'norm', its Frobenius norm before; a
+        number, the root mean square of its entries (0.2 in the paper); None, nothing.
       guard: divide by sqrt(nu) + eps, 'root', or by sqrt(max(nu, eps)), 'clamp'.
       skip_zeros: neurons whose whole update is zero keep their second moment, where it would decay.
         For NorDion2: those that Dion2 doesn't choose have such updates. One that is chosen with a
@@ -191,7 +191,7 @@ class _NeuronScaling:
     def _factors(
         self, rows: list[tuple[BoundLeaf, jax.Array]], moments: dict[Role, list]
     ) -> Iterator[tuple[tuple[int, Role], jax.Array, jax.Array]]:
-        """For each leaf and role, what it is multiplied by and its new moments."""
+        """For each leaf and role, its factor and its new moments."""
         keys: list[tuple[int, Role]] = [
             (i, role) for i, (leaf, _) in enumerate(rows) for role in self._roles(leaf.view)
         ]
@@ -221,7 +221,7 @@ class _NeuronScaling:
         return jnp.where(squared == 0, old, nu) if self.skip_zeros else nu
 
     def _divisor(self, nu: jax.Array) -> jax.Array:
-        """What neurons are divided by."""
+        """The divisors of neurons."""
         eps = jnp.asarray(self.eps, nu.dtype)
         return jnp.sqrt(nu) + eps if self.guard == "root" else jnp.sqrt(jnp.maximum(nu, eps))
 
@@ -243,7 +243,7 @@ class _NeuronScaling:
         return results
 
     def _joined(self, leaf: BoundLeaf, factors: dict[Role, jax.Array]) -> jax.Array:
-        """What a leaf is multiplied by, of the factors along each role."""
+        """A leaf's factor, of those along each role."""
         if len(factors) == 1:
             return next(iter(factors.values()))
         # Fused blocks, of which some are longer along the outputs.

@@ -93,9 +93,9 @@ class Attention:
 
     Attributes:
       heads: the number of heads of the queries.
-      weights: by their paths below the attention's: 'query/kernel'. What isn't named stays, as
-        values, down projections and the shared rotary key of MLA. A fused weight has several, each
-        `within` entries of its own.
+      weights: by their paths below the attention's: 'query/kernel'. Weights that aren't named stay,
+        as values, down projections and the shared rotary key of MLA. A fused weight has several,
+        each `within` entries of its own.
       key_heads: the number of heads of the keys; None is `heads`. Each serves as many heads of the
         queries, side by side.
 
@@ -123,7 +123,7 @@ class Attention:
         )
 
     def parts(self, name: str) -> tuple[HeadWeight, ...]:
-        """What a weight holds, in one or in several parts."""
+        """The contents of a weight, in one or in several parts."""
         given = self.weights[name]
         return (given,) if isinstance(given, HeadWeight) else tuple(given)
 
@@ -269,7 +269,7 @@ def _factors(
     heads: Mapping[str, Attention],
     declared: ShardingOptions,
 ) -> list[jax.Array | None]:
-    """What each leaf is multiplied by, as an array that broadcasts against it; None for nothing."""
+    """The factor of each leaf, as an array that broadcasts against it; None for nothing."""
     paths = [path_name(path) for path, _ in leaves_with_segments(params)]
     index = {path: i for i, path in enumerate(paths)}
     shardings = read_shardings(params, declared_specs(declared.of(params).params, params))
@@ -335,7 +335,7 @@ def _replicated(x: jax.Array) -> jax.Array:
 def _factor(
     shape: tuple[int, ...], scales: jax.Array, weight: HeadWeight, alpha: float
 ) -> jax.Array:
-    """What a whole leaf is multiplied by, as an array that broadcasts against it.
+    """The factor of a whole leaf, as an array that broadcasts against it.
 
     Raises:
       ValueError: where the axes don't hold the heads.

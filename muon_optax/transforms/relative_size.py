@@ -26,7 +26,7 @@ __all__ = ["Sized", "floor_update", "relative_update"]
 
 Sized = Literal["matrix", "output"]
 _SUMMED: dict[str, tuple[Role, ...]] = {"matrix": ("reduction", "output"), "output": ("reduction",)}
-# What Emerging-Optimizers takes for zero.
+# Emerging-Optimizers takes smaller norms for zero.
 _SMALLEST_NORM = 1e-15
 
 

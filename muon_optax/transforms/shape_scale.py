@@ -39,7 +39,7 @@ _FACTORS: dict[str, Callable[[int, int], float]] = {
     # Megatron-LM and AReaL; Dion calls sqrt(fan_out / fan_in) "spectral_norm", which is another
     # thing.
     "spectral": lambda fan_in, fan_out: math.sqrt(max(fan_in, fan_out)),
-    # The operator norm between RMS norms, arXiv 2409.20325; what muP asks for.
+    # The operator norm between RMS norms, arXiv 2409.20325, as muP wants it.
     "unit_rms_norm": lambda fan_in, fan_out: math.sqrt(fan_out / fan_in),
     "none": lambda fan_in, fan_out: 1.0,
 }
@@ -153,7 +153,7 @@ def shape_scale_stage(scaling: Scaling) -> Stage:
 def _factor(
     scaling: Scaling, view: BoundView, sharding: LeafSharding, wide: jnp.dtype
 ) -> jax.Array | None:
-    """What a leaf, or a block of one, is multiplied by; None where that is 1."""
+    """The factor of a leaf, or of a block of one; None where that is 1."""
     base = [scaling.base(m, n) for _, m, n in view.matrices]
     if set(base) == {1.0} and scaling.is_bare:
         return None

@@ -77,14 +77,15 @@ def hyperball(
     direction it is MuonH; after `optax.scale_by_adam`, AdamH.
 
     Weights that are zero have no direction and stay zero; train them with another optimizer. Those
-    of less than float32 drift off the sphere by what they are rounded by.
+    of less than float32 drift off the sphere by their rounding.
 
     Args:
       learning_rate: a number, an array or a schedule of the update count: the step's norm as a
         share of the weights'.
       radius: R: the 'initial' norm, which is kept in the state; the 'current' one; or a number.
-      spans: what has a radius: each 'matrix' (each fused block is one), each 'leaf', or axes of the
-        leaf, as (1, 2, 3) for all experts of a layer in a stack [layers, experts, in, out].
+      spans: each of these has a radius: each 'matrix' (each fused block is one), each 'leaf', or
+        axes of the leaf, as (1, 2, 3) for all experts of a layer in a stack [layers, experts, in,
+        out].
       weight_dimension_numbers: as in `orthogonalize`.
       param_shardings: as in `orthogonalize`; needed inside a shard_map.
 
@@ -179,7 +180,7 @@ class _Steps:
         return isinstance(self.radius, str) and self.radius == "initial"
 
     def _sums(self, leaves: Leaves) -> list[Sums]:
-        """What sums over the entries of each sphere."""
+        """The reduction over the entries of each sphere."""
         if self.spans == "matrix":
             return [MatrixSums(leaf) for leaf in leaves]
         if self.spans == "leaf":

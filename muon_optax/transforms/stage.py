@@ -1,7 +1,7 @@
 """Stages: the pieces of a step, on leaves that were bound once.
 
-Muon's step is a list of named stages: momentum and orthogonalisation, what may follow it, the scale
-by shape, weight decay, the learning rate, and what may come last. `muon` binds each leaf once, in
+Muon's step is a list of named stages: momentum and orthogonalisation, a slot after it, the scale
+by shape, weight decay, the learning rate, and a slot at the end. `muon` binds each leaf once, in
 `init` and in `update`, and hands the records to all stages. A public piece is the same stage behind
 a door of its own, which binds the leaves from the piece's own arguments.
 """
@@ -211,7 +211,7 @@ def stage_in_float32(stage: Stage, *, takes_half: bool) -> Stage:
     """Forms updates in float32 at least; updates and state keep the dtypes they came with.
 
     Args:
-      stage: what forms the updates.
+      stage: the stage that forms the updates.
       takes_half: whether it gets half-precision gradients as they are, and widens them itself.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What is planned and run: buckets of leaves, and slices of the work on their matrices."""
+"""Units of planning and running: buckets of leaves, and slices of the work on their matrices."""
 
 import dataclasses
 import itertools

@@ -1,9 +1,9 @@
-"""What a strategy costs on a mesh: bytes, FLOPs, and seconds on a device model.
+"""The cost of a strategy on a mesh: bytes, FLOPs, and seconds on a device model.
 
 Bytes are those that a device receives; FLOPs are those of the device that does most. Each strategy
-counts its own, beside the collectives that send them. What is the same for all is added here: of L
-matrices each of R replicas takes L/R, rounded up, and all-gathers the others' results, L/R (R - 1)
-times the bytes of a result.
+counts its own, beside the collectives that send them. The part that is the same for all is added
+here: of L matrices each of R replicas takes L/R, rounded up, and all-gathers the others' results,
+L/R (R - 1) times the bytes of a result.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ __all__ = ["Cost", "estimate"]
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What one device receives and the busiest one computes.
+    """Bytes that one device receives, and FLOPs of the busiest one.
 
     Attributes:
       bytes: bytes received.
@@ -42,10 +42,10 @@ def estimate(
     Args:
       strategy: the strategy.
       count: L, the number of matrices.
-      workload: what they are.
+      workload: their shape, dtype and sharding.
       device: the device model.
-      received_before: where they join others in a round, what a device receives in it without
-        them: only what the round grows by is counted, and no latency.
+      received_before: where they join others in a round, bytes that a device receives in it without
+        them: only the growth of the round is counted, and no latency.
 
     Returns:
       The cost.

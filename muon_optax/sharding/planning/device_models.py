@@ -91,7 +91,7 @@ DEVICES = {
     "tpu_v6e": DeviceModel("tpu_v6e", 918e12, 459e12, 448e9),
     "cpu": DeviceModel("cpu", 50e9, 50e9, 5e9, overlaps=False, batch_elements=2**18),
 }
-# Part of what JAX calls a device -> its model. The first match decides: "v5e" comes before "v5".
+# Part of JAX's name of a device -> its model. The first match decides: "v5e" comes before "v5".
 _KINDS = (
     ("h100", "h100"),
     ("h200", "h100"),
@@ -110,7 +110,7 @@ def device_model(device: str | DeviceModel, kind: str | None = None) -> DeviceMo
 
     Args:
       device: a key of `DEVICES`, 'auto', or a model of one's own.
-      kind: what JAX calls the devices; None asks for those of this process.
+      kind: JAX's name of the devices; None asks for those of this process.
 
     Returns:
       The model.

@@ -30,7 +30,7 @@ from muon_optax.sharding.strategies import STRATEGIES, Strategy
 
 __all__ = ["least_workspace", "plan_leaves"]
 
-# The default of `max_workspace_bytes`, at least; `_Chooser._chunk` says what six matrices hold.
+# The default of `max_workspace_bytes`, at least; `_Chooser._chunk` says how six matrices are used.
 _LEAST_WORKSPACE = 2**28
 _WORKSPACE_MATRICES = 6
 
@@ -135,7 +135,7 @@ def least_workspace(strategy: Strategy, leaf: BoundLeaf) -> int:
 
 
 def _workload(leaf: BoundLeaf, newton_schulz: NewtonSchulz | None) -> Workload:
-    """What the cost of a leaf's bucket depends on, divided over all replicas that can divide it."""
+    """The work on a leaf's bucket, divided over all replicas that can divide it."""
     rows, columns = sorted((leaf.view.fan_in, leaf.view.fan_out))
     dtype = jnp.dtype(leaf.dtype)
     # A function of the user's is counted as if it were the default iteration.
@@ -358,7 +358,7 @@ class _Chooser:
         return self._seconds(work_slice, max(0, peak - max(self.floor, self.loads.peak)))
 
     def _taken(self, work_slice: WorkSlice) -> WorkSlice:
-        """The slice as it is planned: its matmuls take what the highest load grows by."""
+        """The slice as it is planned: its FLOPs are the growth of the highest load."""
         before = self.loads.peak
         if work_slice.skips:
             workload = self._workload_of(work_slice)

@@ -25,12 +25,12 @@ Arrays = tuple[jax.Array, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Elementwise:
-    """What is done with a leaf's operands on the shards, before any communication.
+    """The elementwise work on a leaf's operands, on the shards, before any communication.
 
     Attributes:
       prepare: (scalars, *operands) -> the array to orthogonalise; its result replaces the first
         operand.
-      keep: (scalars, *operands) -> what replaces the other operands.
+      keep: (scalars, *operands) -> the arrays that replace the other operands.
     """
 
     prepare: Callable[..., jax.Array]
@@ -60,7 +60,7 @@ class Buffers(abc.ABC):
 
     @abc.abstractmethod
     def form(self, arrays: Any, scalars: Any, start: Index, count: int) -> jax.Array:
-        """What is orthogonalised of `count` matrices from `start` on, (count, *block)."""
+        """The blocks to orthogonalise of `count` matrices from `start` on, (count, *block)."""
 
     @abc.abstractmethod
     def keep(self, arrays: Any, scalars: Any, start: Index, count: int) -> Any:
@@ -87,7 +87,7 @@ class Buffers(abc.ABC):
 
 
 class _Whole(Buffers):
-    """A leaf that passes in one chunk: its arrays are the operands, or what has replaced them."""
+    """A leaf that passes in one chunk: its arrays are the operands, or have replaced them."""
 
     def start(self, operands: Arrays) -> Arrays:
         return operands

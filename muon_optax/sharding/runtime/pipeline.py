@@ -6,11 +6,11 @@ All leaves that are mapped over the same mesh axes go through one shard_map, in 
     chunk k is orthogonalised,
     chunk k - 1 is sent back.
 
-The compiler is free to move what no data ties, so each round waits for all of the one before, and
-within a round one thing waits for another where that saves memory; a device holds no more than
-three chunks. Rounds that differ only in where their matrices begin are one loop. The momentum mix
-is formed and rounded on the shards, inside the shard_map: outside, the partitioner would move the
-collectives before it and send more.
+The compiler is free to move operations that no data ties, so each round waits for all of the one
+before, and within a round one thing waits for another where that saves memory; a device holds no
+more than three chunks. Rounds that differ only in where their matrices begin are one loop. The
+momentum mix is formed and rounded on the shards, inside the shard_map: outside, the partitioner
+would move the collectives before it and send more.
 """
 
 import dataclasses
@@ -57,8 +57,8 @@ def run_buckets(
         barriers finds more to share: .6 of the time to compile 48 layers on 8 devices.
 
     Returns:
-      What replaces the operands: the result, in the leaf's dtype and sharded as results are to be,
-      and what is kept.
+      The arrays that replace the operands: the result, in the leaf's dtype and sharded as results
+      are to be, and the arrays that are kept.
     """
     by_mapping: dict[Any, list[Bucket]] = {}
     for bucket in buckets:
@@ -107,7 +107,7 @@ def _axes_to_map(bucket: Bucket) -> frozenset[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _State:
-    """What goes from round to round.
+    """The arrays that go from round to round.
 
     Attributes:
       scalars: for `elementwise`.
@@ -227,7 +227,7 @@ class _Rounds:
         return dataclasses.replace(self.orthogonalizer, batch_elements=None)
 
     def _wait(self, values: Any, state: _State) -> tuple[Any, _State]:
-        """The values, which wait for what was touched since the last time."""
+        """The values, which wait for the arrays touched since the last time."""
         if not self.is_ordered:
             return values, state
         values, arrays = barrier((values, state.arrays_of(state.touched)))

@@ -146,7 +146,7 @@ AnyChunk = Chunk | SharedChunk
 
 
 class Round(NamedTuple):
-    """What happens at the same time; None where no chunk has come yet, or all have passed.
+    """The chunks that are handled at once; None where no chunk has come yet, or all have passed.
 
     Attributes:
       coming: the chunk that is formed and received.
@@ -175,7 +175,7 @@ class Round(NamedTuple):
 def chunks_of(buckets: Iterable[Bucket], leaves: Sequence[BoundLeaf]) -> list[AnyChunk]:
     """The chunks of buckets, the cheapest last and the next cheapest first.
 
-    What is sent at the ends has no matmuls to run under. Of equally cheap chunks those at the ends
+    Chunks sent at the ends have no matmuls to run under. Of equally cheap chunks those at the ends
     already are taken, so that a stack stays in order.
     """
     chunks: list[AnyChunk] = []
@@ -213,7 +213,7 @@ def _way(work_slice: WorkSlice, leaf: BoundLeaf, count: int) -> tuple[Strategy, 
     matrices = ShardedMatrices(
         leaf, count, work_slice.replica_axes, work_slice.first_owner, work_slice.skips
     )
-    # What one device has whole needs no collective, whatever strategy was asked for.
+    # Matrices that one device has whole need no collective, whatever strategy was asked for.
     is_alone = matrices.shards * matrices.replicas == 1
     return LOCAL if is_alone else work_slice.strategy, matrices
 

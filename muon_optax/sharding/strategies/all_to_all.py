@@ -81,8 +81,8 @@ class AllToAll(Strategy):
         place = (index_along(matrices.leaf.shard_axes) - shard) % matrices.shards
         each = matrices.per_replica
         has_one = (place < each) & (turn * each + place < matrices.count)
-        # shard_map types a result by what it varies over, and both branches must have one type. A
-        # constant that the iteration may return, as for an empty axis, varies over nothing.
+        # shard_map types a result by the axes it varies over, and both branches must have one type.
+        # A constant that the iteration may return, as for an empty axis, varies over nothing.
         typed = varying_axes(x)
         return jax.lax.cond(has_one, lambda x: as_varying(solve(x), typed), lambda x: x, x)
 

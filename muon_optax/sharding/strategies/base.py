@@ -1,4 +1,4 @@
-"""What a strategy has to say and do."""
+"""The interface of a strategy."""
 
 import abc
 from typing import ClassVar
@@ -20,7 +20,7 @@ class Strategy(abc.ABC):
 
     The planner asks whether it is possible and what it costs. The pipeline then runs `pick`,
     `receive`, `orthogonalize` and `send` on each chunk of matrices, inside a shard_map: `receive`
-    and `send` hold the collectives, and what they move is what `received_bytes` counts.
+    and `send` hold the collectives, whose bytes `received_bytes` counts.
 
     Attributes:
       name: as users ask for it and tables show it.
@@ -89,7 +89,7 @@ class Strategy(abc.ABC):
     def orthogonalize(
         self, matrices: ShardedMatrices, x: jax.Array, orthogonalizer: Orthogonalizer
     ) -> jax.Array:
-        """Orthogonalises what was received."""
+        """Orthogonalises the received matrices."""
         return orthogonalizer.whole(x, matrices.leaf.view)
 
     @abc.abstractmethod

@@ -27,7 +27,7 @@ class FlatExchange:
 
     A slice is a row of a flat array, padded with zeros to the length of the longest, and an owner's
     row is where its number is: those of a kind follow those of the kind before. Every collective is
-    on the flat array, so that all devices take part in it. Only what is done with whole matrices
+    on the flat array, so that all devices take part in it. Only the work on whole matrices
     differs between them, and is a branch.
 
     Attributes:
@@ -48,7 +48,7 @@ class FlatExchange:
 
     def orthogonalize(self, x: jax.Array, orthogonalizer: Orthogonalizer) -> jax.Array:
         """Orthogonalises the matrix of this device, if it has one."""
-        # shard_map types a result by what it varies over, and all branches must have one type.
+        # shard_map types a result by the axes it varies over, and all branches must have one type.
         typed = varying_axes(x)
 
         def branch(kind: ShardedMatrices) -> Callable[[jax.Array], jax.Array]:
