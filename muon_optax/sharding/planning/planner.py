@@ -270,10 +270,10 @@ class _Chooser:
     def _holds(self, into: OpenRound, count: int, workload: Workload) -> bool:
         """Whether the workspace has room for a round's results with those of more matrices.
 
-        A round of one shape writes its results where they stay. Shapes that share one get theirs in
-        one flat array, which is then cut: two copies, of the results of all replicas.
+        A round of one shape writes the results of all replicas where they stay. Shapes that share
+        one get theirs in one flat array, which is cut then.
         """
-        return 2 * (into.results + count * workload.result_bytes) <= self.budget
+        return into.results + count * workload.result_bytes <= self.budget
 
     def _joined(
         self, strategy: Strategy, start: int, count: int, workload: Workload, into: OpenRound
