@@ -251,20 +251,11 @@ def muon(
     if step is not None:
         _check_no_decay(weight_decay)
         kind = "decoupled"  # the step flips signs, whatever the kind
-    decayed = add_cautious_weight_decay if kind == "cautious" else decayed_weights
-    decay = decayed(weight_decay, weight_decay_mask)
-    if kind == "l2":  # of gradients, which may be where the momentum is
-        decay = with_params_like_updates(decay)
     rate = optax.scale_by_learning_rate(learning_rate, flip_sign=kind != "independent")
-    direction = config.direction.stage
-    if namo is not None:
-        if dion2 is not None:
-            raise ValueError("namo needs the norm of what is orthogonalised: leave out dion2")
-        direction = namo_stage(namo, config.direction.momentum, direction)
     stages = {
-        "momentum": direction,
+        "momentum": _direction_stage(config.direction, namo),
         "shape_scale": shape_scale_stage(config.scaling),
-        "weight_decay": as_stage(decay),
+        "weight_decay": _decay_stage(weight_decay, weight_decay_mask, kind),
         "learning_rate": as_stage(rate if step is None else step),
         "sign": as_stage(optax.scale(-1.0)),
         "after_orthogonalization": slot_stage("after_orthogonalization", after_orthogonalization),
@@ -317,6 +308,23 @@ def _muon_step(stages: Mapping[str, Stage | None], kind: WeightDecayKind) -> Sta
     found = {name: stage for name, stage in stages.items() if stage is not None and name in order}
     # Decay in the gradient needs it wide; else the momentum is formed of it as it comes.
     return stage_in_float32(in_order(found, order), takes_half=kind != "l2")
+
+
+def _direction_stage(direction: Direction, namo: Namo | None) -> Stage:
+    """Momentum and orthogonalisation, multiplied by NAMO's factor if there is one."""
+    if namo is None:
+        return direction.stage
+    if direction.dion2 is not None:
+        raise ValueError("namo needs the norm of what is orthogonalised: leave out dion2")
+    return namo_stage(namo, direction.momentum, direction.stage)
+
+
+def _decay_stage(weight_decay: ScalarOrSchedule, mask: Any, kind: WeightDecayKind) -> Stage:
+    decayed = add_cautious_weight_decay if kind == "cautious" else decayed_weights
+    decay = decayed(weight_decay, mask)
+    if kind == "l2":  # of gradients, which may be where the momentum is
+        decay = with_params_like_updates(decay)
+    return as_stage(decay)
 
 
 def _check_no_decay(weight_decay: ScalarOrSchedule) -> None:

@@ -290,7 +290,7 @@ class _Namo:
     def _summed(
         self, updates: Any, old: NamoState, params: Any, count: jax.Array, leaves: Leaves
     ) -> tuple[list[MatrixSums | WholeSums], list[list[jax.Array]], list[jax.Array]]:
-        """What sums squares where the momentum is, these of mix and gradient, and old averages."""
+        """Per leaf: the reduction, its sums of squares of mix and gradient, the old averages."""
         mu = restructured_like(old.muon.mu, updates)
         like = updates if params is None else restructured_like(params, updates)
         ready = ExecutionOptions().prepare(updates, mu, like, leaves, None)
