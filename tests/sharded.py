@@ -152,3 +152,15 @@ def lower(tx: Any, shapes: Mapping[str, Any], where: Mapping[str, Any], dtype: s
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings
     )
     return jax.jit(tx.update, out_shardings=(dict(where), shardings)).lower(params, state, params)
+
+
+def mapped_updates(leaves, tx, mesh, check_vma=True):
+    """The first updates of `tx` as a function of gradients, in a shard_map over all of the mesh."""
+    specs = {name: leaf.spec for name, leaf in leaves.items()}
+    return jax.shard_map(
+        lambda x: tx.update(x, tx.init(x), x)[0],
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=specs,
+        check_vma=check_vma,
+    )

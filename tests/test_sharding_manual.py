@@ -32,14 +32,7 @@ def specs_of(leaves):
 
 def first_updates(leaves, tx, mesh, check_vma):
     """What `tx` makes of the gradients inside a shard_map over all of the mesh."""
-    specs = specs_of(leaves)
-    mapped = jax.shard_map(
-        lambda x: tx.update(x, tx.init(x), x)[0],
-        mesh=mesh,
-        in_specs=(specs,),
-        out_specs=specs,
-        check_vma=check_vma,
-    )
+    mapped = sharded.mapped_updates(leaves, tx, mesh, check_vma)
     grads = sharded.gradients(leaves)
     placed = jax.device_put(grads, sharded.shardings(leaves, mesh))
     return grads, jax.jit(mapped)(placed)

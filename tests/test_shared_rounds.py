@@ -120,13 +120,7 @@ def test_inside_a_shard_map(check_vma):
         param_shardings=specs,
         device=IN_NO_ORDER,
     )
-    mapped = jax.shard_map(
-        lambda x: tx.update(x, tx.init(x), x)[0],
-        mesh=mesh,
-        in_specs=(specs,),
-        out_specs=specs,
-        check_vma=check_vma,
-    )
+    mapped = sharded.mapped_updates(HSDP, tx, mesh, check_vma)
     grads = sharded.gradients(HSDP)
     placed = jax.device_put(grads, sharded.shardings(HSDP, mesh))
     assert str(jax.make_jaxpr(mapped)(placed)).count(" all_to_all[") == 2
