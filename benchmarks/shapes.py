@@ -61,7 +61,9 @@ LAYOUTS = {
     "hsdp_64": MeshLayout(("replica", "fsdp"), inner=64),
     "fsdp_tp": MeshLayout(("fsdp", "tensor")),
     "fsdp_experts": MeshLayout(("fsdp", "expert")),
+    "experts_fsdp": MeshLayout(("expert", "fsdp")),
     "hsdp_experts": MeshLayout(("replica", "fsdp", "expert")),
+    "replica_experts_fsdp": MeshLayout(("replica", "expert", "fsdp"), inner=4),
 }
 
 

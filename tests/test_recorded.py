@@ -1,6 +1,8 @@
 """What README and pages say was measured is what the benchmarks recorded, and so are pictures."""
 
 import json
+import math
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,34 @@ def test_the_bytes_of_compiled_programs():
     for layout, *cells in rows_of("sharding.md", "| Llama-3-8B, 64 H100s"):
         found = [received["cuda", 64, layout.strip("`"), who, True] for who in CONTESTANTS]
         assert cells == [*(quantity(x, "B") for x in found), f"{found[1] / found[0]:.0f}"]
+
+
+def test_the_hidden_bytes_of_experts():
+    records = benchmarked("aot_bytes")["records"]
+    found = {(r["devices"], r["layout"]): r for r in records if r["model"] == "olmoe-7b"}
+    share = {k: f"{math.floor(100 * r['share_overlapped'])}%" for k, r in found.items()}
+    plain, replicas, last = (
+        [share[devices, layout] for devices in sizes]
+        for layout, sizes in (
+            ("fsdp_experts", (8, 64)),
+            ("hsdp_experts", (8, 64)),
+            ("experts_fsdp", (64,)),
+        )
+    )
+    text = (DOCS / "results.md").read_text()
+    assert "| {} and {}; {} and {} |".format(*plain, *replicas) in text
+    inner = share[64, "replica_experts_fsdp"]
+    assert f"| {last[0]}; with two replicas {inner} |" in text
+    page = " ".join((DOCS / "sharding.md").read_text().split())
+    ms = {k[1]: f"{1000 * r['model_seconds']:.1f}" for k, r in found.items() if k[0] == 64}
+    for layout, names in (
+        ("replica_experts_fsdp", "replica=2, expert=8, fsdp=4"),
+        ("hsdp_experts", "replica=2, fsdp=4, expert=8"),
+        ("experts_fsdp", "expert=8, fsdp=8"),
+        ("fsdp_experts", "fsdp=8, expert=8"),
+    ):
+        assert names == ", ".join(f"{a}={n}" for a, n in found[64, layout]["mesh"].items())
+        assert re.search(rf"{ms[layout]}( ms)? on `{names}`", page), layout
 
 
 def test_the_bytes_of_a_training_step():

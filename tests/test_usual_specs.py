@@ -90,5 +90,7 @@ def test_sizes_and_plain_views():
     assert LAYOUTS["hsdp"].sizes(64) == {"replica": 8, "fsdp": 8}
     assert LAYOUTS["hsdp_64"].sizes(1024) == {"replica": 16, "fsdp": 64}
     assert LAYOUTS["fsdp_tp"].sizes(8) == {"fsdp": 2, "tensor": 4}
+    inner = LAYOUTS["replica_experts_fsdp"].sizes(64)
+    assert list(inner.items()) == [("replica", 2), ("expert", 8), ("fsdp", 4)]  # the last in a node
     views = {"a": MatrixView(1, 2, heads=4), "b": STACK, "c": None}
     assert plain_views(views) == {"a": STACK, "b": STACK, "c": None}
