@@ -116,6 +116,11 @@ def test_the_bytes_of_a_training_step():
         assert kind == ("Explicit" if is_typed else kinds[name.strip("`").split(",")[0]])
         received = record["received"] - record["forward"]
         assert float(units) == pytest.approx(received / record["weights"], abs=0.006)
+    found = next(record for record in records if record["program"] == "hsdp, Muon, reduced")
+    by_kind = dict(found["received_by_kind"])
+    by_kind["all-gather"] -= found["forward"]
+    said = {"reduce-scatter": 0.875, "all-to-all": 2 * 7 / 64, "all-gather": 0.125}
+    assert {kind: x / found["weights"] for kind, x in by_kind.items()} == said
 
 
 def test_the_figures_are_drawn_as_they_are_kept(tmp_path):
