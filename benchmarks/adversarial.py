@@ -7,7 +7,7 @@ For each schedule, method and kind of rounding: the largest singular value of a 
 the schedule's own maximum. It must stay below 1.05 in half precision and 1.005 in float32. What
 hurts is rounding that goes the same way in many entries, so that most input here has few different
 entries. A search by mutation starts there, and gradient ascent goes on from the worst it finds.
-Products that round float32 to TF32 or bfloat16, as those of GPUs and TPUs do, are emulated.
+Matmuls that round float32 to TF32 or bfloat16, as those of GPUs and TPUs do, are emulated.
 """
 
 import argparse
@@ -37,13 +37,13 @@ from muon_optax.orthogonalization import (
 
 Function = Callable[[jax.Array], jax.Array]
 
-# The dtype of the products, and how many bits of its mantissa a product of float32 takes in.
+# The dtype of the matmuls, and how many bits of its mantissa a matmul of float32 takes in.
 ROUNDINGS: dict[str, tuple[str, int | None]] = {
     "bfloat16": ("bfloat16", None),
     "float16": ("float16", None),
     "float32": ("float32", None),
-    "float32, TF32 products": ("float32", 10),
-    "float32, bfloat16 products": ("float32", 7),
+    "float32, TF32 matmuls": ("float32", 10),
+    "float32, bfloat16 matmuls": ("float32", 7),
 }
 METHODS = ("standard", "gram", "gram on slices")
 QUICK = {"xla_backend_optimization_level": 0}
@@ -52,7 +52,7 @@ SLICES = 4
 
 def bound(rounding: str) -> float:
     """How large a part of the schedule's own maximum a singular value may be."""
-    return 1.005 if rounding in ("float32", "float32, TF32 products") else 1.05
+    return 1.005 if rounding in ("float32", "float32, TF32 matmuls") else 1.05
 
 
 def own_maximum(schedule: Schedule) -> float:
@@ -94,7 +94,7 @@ def _on_slices(config: NewtonSchulz, x: jax.Array) -> jax.Array:
 
 @contextlib.contextmanager
 def products_that_round(bits: int | None) -> Iterator[None]:
-    """Rounds float32 input of the products traced within, unless they ask for 'highest'.
+    """Rounds float32 input of the matmuls traced within, unless they ask for 'highest'.
 
     On GPUs 'high' means TF32 too.
     """

@@ -1,6 +1,6 @@
 """What a compiled program sends and multiplies, read from its optimised HLO.
 
-`read_program(compiled)` counts collectives and matrix products as often as they run:
+`read_program(compiled)` counts collectives and matmuls as often as they run:
 loops are multiplied out by their trip counts, and of a conditional's branches the costliest counts.
 
 XLA on CPU widens half-precision exchanges to float32, so bfloat16 bytes must be read from a program
@@ -63,10 +63,10 @@ class Program:
 
     Attributes:
       collectives: those that move anything.
-      flops: FLOPs of the matrix products, a multiply-add being 2.
-      exchanges_between_products: the most collectives on one path of the data with a product before
+      flops: FLOPs of the matmuls, a multiply-add being 2.
+      exchanges_between_products: the most collectives on one path of the data with a matmul before
         the first and one after the last. It is 0 where whole matrices are orthogonalised, as all
-        exchange then comes before a matrix's first product or after its last, but for stacks that
+        exchange then comes before a matrix's first matmul or after its last, but for stacks that
         are written chunk by chunk: data flows from one matrix to the next through those.
       instructions: the number of instructions, a measure of the work of compiling.
     """
@@ -202,7 +202,7 @@ def _product_flops(i: Instruction, operands: Sequence[str]) -> int:
     if i.opcode == "dot":
         dims = i.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
         length = math.prod(left[int(d)] for d in dims.split(",") if d)
-    elif i.opcode == "convolution":  # how XLA writes products for TPUs
+    elif i.opcode == "convolution":  # how XLA writes matmuls for TPUs
         labels = i.attribute(r"dim_labels=(\w+)_") or "f"
         length = left[labels.index("f")]
     else:  # B·M·K and B·K·N give B·M·N
@@ -216,9 +216,9 @@ class _Way:
     """The way of the data to a value.
 
     Attributes:
-      multiplied: whether there was a product.
-      pending: collectives since the first product.
-      between: those of them that another product followed.
+      multiplied: whether there was a matmul.
+      pending: collectives since the first matmul.
+      between: those of them that another matmul followed.
     """
 
     multiplied: bool = False

@@ -161,7 +161,7 @@ def accuracy(direction: np.ndarray, exact: np.ndarray) -> dict[str, float]:
 
 
 def needed_flops(name: str, case: Case) -> dict[str, int]:
-    """FLOPs that an update of ours can't do without, by dtype: symmetric products at half.
+    """FLOPs that an update of ours can't do without, by dtype: symmetric matmuls at half.
 
     Standard: T(3m²n + m³); Gram with r restarts: 3(r + 1)m²n + (4T − 3(r + 1))m³, of which the m³
     are float32 at least.

@@ -4,8 +4,8 @@
     python benchmarks/gpu.py --small      # tiny sizes and two rounds, to try the script anywhere
 
 All contestants compute in bfloat16: the parameters of optax's are bfloat16, torch casts by itself.
-The speed of optax's default is 1; `share` is the FLOPs the algorithm needs, symmetric products at
-half, over the time, over the rate of a plain product in the same rounds. Cases are left out once
+The speed of optax's default is 1; `share` is the FLOPs the algorithm needs, symmetric matmuls at
+half, over the time, over the rate of a plain matmul in the same rounds. Cases are left out once
 the time is spent, and the table says which.
 """
 

@@ -74,9 +74,9 @@ def jax_losses(case: Case, muon: set[str], first: dict[str, Any]) -> list[float]
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    losses, spread = [], NamedSharding(mesh, PartitionSpec("fsdp"))
+    losses, sharded = [], NamedSharding(mesh, PartitionSpec("fsdp"))
     for number in range(1, case.steps + 1):
-        tokens = jax.device_put(batch(case.seed, number).numpy().astype(np.int32), spread)
+        tokens = jax.device_put(batch(case.seed, number).numpy().astype(np.int32), sharded)
         params, state, loss = step(params, state, tokens)
         losses.append(float(loss))
     return losses

@@ -1,7 +1,7 @@
-"""How much of a program's exchange runs under its products, read from the schedule in its HLO.
+"""How much of a program's collectives run under its matmuls, read from the schedule in its HLO.
 
-A device is taken to do one thing after the other in the order of the schedule, products at the rate
-of a device model, while one exchange at a time goes over the wire. Other work takes no time.
+A device is taken to do one thing after the other in the order of the schedule, matmuls at the rate
+of a device model, while one collective at a time goes over the wire. Other work takes no time.
 """
 
 import dataclasses
@@ -16,14 +16,14 @@ __all__ = ["Overlap", "read_schedule"]
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """How much of the exchange of one device runs under its products.
+    """How much of one device's collectives run under its matmuls.
 
     Attributes:
       received: bytes received.
-      covered: those of exchanges that have a product between their start and their end.
+      covered: those of collectives that have a matmul between their start and their end.
       exchange_seconds: on the wire.
-      exposed_seconds: those of them in which the products wait.
-      seconds: of products and waiting.
+      exposed_seconds: those of them in which the matmuls wait.
+      seconds: of matmuls and waiting.
     """
 
     received: int
@@ -34,12 +34,12 @@ class Overlap:
 
     @property
     def share_covered(self) -> float:
-        """Share of the bytes with products under them, 1 where nothing is exchanged."""
+        """Share of the bytes with matmuls under them, 1 where nothing is sent."""
         return self.covered / self.received if self.received else 1.0
 
     @property
     def share_hidden(self) -> float:
-        """Share of the time on the wire in which products run, by the device model."""
+        """Share of the time on the wire in which matmuls run, by the device model."""
         return 1 - self.exposed_seconds / self.exchange_seconds if self.received else 1.0
 
 
@@ -49,7 +49,7 @@ def read_schedule(text: str, device: DeviceModel, itemsize: int = 2) -> Overlap:
     Args:
       text: optimised HLO with `is_scheduled=true`.
       device: gives the rates; its nodes are runs of so many devices.
-      itemsize: bytes of an element in the products.
+      itemsize: bytes of an element in the matmuls.
 
     Returns:
       What overlaps.
@@ -71,8 +71,8 @@ class _Walk:
     module: Module
     device: DeviceModel
     rate: float
-    clock: float = 0.0  # when the products so far end
-    wire: float = 0.0  # when the exchanges so far end
+    clock: float = 0.0  # when the matmuls so far end
+    wire: float = 0.0  # when the collectives so far end
     exchange: float = 0.0
     exposed: float = 0.0
     flops: int = 0

@@ -4,8 +4,8 @@
         [--output benchmarks/results/step_time.json]
 
 The speed of optax's default is 1. In each round every contestant takes one step, and so do two
-plain products, whose rate is the physical bound: `share` is the FLOPs that the algorithm needs,
-symmetric products at half, over the time, over that rate. Accuracy is of the first step on one
+plain matmuls, whose rate is the physical bound: `share` is the FLOPs that the algorithm needs,
+symmetric matmuls at half, over the time, over that rate. Accuracy is of the first step on one
 Gaussian leaf of each shape, the worst of them. CPU time tells more than the wall clock where
 others use the machine, and less where a contestant leaves a core idle; with one core they agree.
 """
@@ -37,7 +37,7 @@ from benchmarks.contestants import (
 )
 from benchmarks.shapes import gpt2_layers
 
-PRODUCT_SIZE = 1536
+MATMUL_SIZE = 1536
 SVD_LIMIT = 1100  # optax's spectral norm is an SVD, too slow for more
 SVD_MAX = 4096  # so is the accuracy's own
 CASES = [
@@ -64,7 +64,7 @@ def measure(
     """The ratios, shares and accuracy of every contestant, on leaves of `dtype`."""
     grads = case.gradients()
     steps = {name: step_of(name, case, grads, dtype) for name in names}
-    samples = timing.interleaved({**steps, **products()}, rounds)
+    samples = timing.interleaved({**steps, **matmuls()}, rounds)
     record = {name: _row(name, case, samples) for name in names}
     leaves = {shape[-2:]: leaf for leaf, shape in case.shapes.items() if max(shape) <= SVD_MAX}
     first = {leaf: grads[leaf].reshape(-1, *shape)[0] for shape, leaf in leaves.items()}
@@ -74,13 +74,13 @@ def measure(
     return {"rounds": rounds, "machine": timing.machine(), "contestants": record}
 
 
-def products() -> dict[str, Callable[[], Any]]:
-    """A plain square product with float32 inputs, and with bfloat16 ones."""
+def matmuls() -> dict[str, Callable[[], Any]]:
+    """A plain square matmul with float32 inputs, and with bfloat16 ones."""
     import jax
     import jax.numpy as jnp
 
     multiply = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32))
-    x = jax.random.normal(jax.random.key(0), (PRODUCT_SIZE, PRODUCT_SIZE))
+    x = jax.random.normal(jax.random.key(0), (MATMUL_SIZE, MATMUL_SIZE))
     inputs = {"float32": x, "bfloat16": x.astype(jnp.bfloat16)}
     return {k: lambda x=x: jax.block_until_ready(multiply(x)) for k, x in inputs.items()}
 
@@ -94,7 +94,7 @@ def _row(name: str, case: Case, samples: timing.Samples) -> dict[str, Any]:
         }
         if name in OURS:
             bound = sum(
-                flops / (2 * PRODUCT_SIZE**3) * np.asarray(samples[kind][clock])
+                flops / (2 * MATMUL_SIZE**3) * np.asarray(samples[kind][clock])
                 for kind, flops in needed_flops(name, case).items()
             )
             row[clock]["share"] = timing.spread(bound / np.asarray(samples[name][clock]))

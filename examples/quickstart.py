@@ -17,7 +17,7 @@ tx = muon(0.02, adam_learning_rate=0.003)  # Muon for 'hidden', AdamW for 'embed
 
 
 def loss_fn(params: Params, x: jax.Array) -> jax.Array:
-    """The mean squared error of the network's products."""
+    """The mean squared error of the product that the network learns."""
     hidden = jax.nn.gelu(jax.nn.gelu(x @ params["embed"]) @ params["hidden"])
     return jnp.mean((hidden @ params["head"] - x[:, :1] * x[:, 1:]) ** 2)
 

@@ -59,7 +59,7 @@ def abstract_parameters(config: Config) -> nnx.State:
 def create_state(
     config: Config, tx: optax.GradientTransformation, mesh: Mesh
 ) -> tuple[GPT, nnx.Optimizer]:
-    """Makes the model and the optimizer, spread over the mesh."""
+    """Makes the model and the optimizer, sharded over the mesh."""
     model = make_model(config)
     params = nnx.state(model, nnx.Param)
     nnx.update(model, jax.device_put(params, shard_parameters(params, mesh)))

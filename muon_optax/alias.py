@@ -166,13 +166,13 @@ def muon(
       block_periodic: orthogonalise blocks of matrices in most steps and whole matrices in every
         few, as MuonBP does: `BlockPeriodic((4, 1), period=5)`.
       dion2: orthogonalise the largest rows or columns of the momentum alone, as in
-        `scale_by_dion2`: `Dion2(0.25)`; `beta` is then what these are multiplied by in the
-        momentum. Needs `momentum="sum"`, `nesterov=False` and `bias_correction=False`.
+        `scale_by_dion2`: `Dion2(0.25)`; `beta` is then their factor in the momentum. Needs
+        `momentum="sum"`, `nesterov=False` and `bias_correction=False`.
       after_orthogonalization: a transformation of Muon's orthogonalised matrices, before they are
         scaled by shape, or a sequence of several: pieces of this package, which then need no
         arguments of their own for views and shardings, such as `scale_by_neuron()`, or any of
         optax.
-      step: what makes Muon's updates out of scaled matrices, in place of weight decay and
+      step: a transformation of scaled matrices to Muon's updates, in place of weight decay and
         `learning_rate`, which is AdamW's alone then: `hyperball(0.01)`.
       last: a transformation of Muon's updates, after all else, or a sequence of several.
       strategy: how sharded matrices are brought together: 'auto', 'gather', 'all_to_all', 'gram'
@@ -187,8 +187,8 @@ def muon(
       least.
 
     Raises:
-      ValueError, TypeError: for options out of range; at `init`, for leaves that can't be what they
-        were declared, listing all of them with their paths.
+      ValueError, TypeError: for options out of range; at `init`, for leaves that don't fit their
+        declaration, listing all of them with their paths.
 
     Example:
       >>> import jax.numpy as jnp
@@ -315,7 +315,7 @@ def _direction_stage(direction: Direction, namo: Namo | None) -> Stage:
     if namo is None:
         return direction.stage
     if direction.dion2 is not None:
-        raise ValueError("namo needs the norm of what is orthogonalised: leave out dion2")
+        raise ValueError("namo needs the norm of the orthogonalised momentum: leave out dion2")
     return namo_stage(namo, direction.momentum, direction.stage)
 
 

@@ -1,7 +1,7 @@
 """The configuration of a `muon`, kept beside its two functions, and how it is found again.
 
-`report`, `plan` and others take the transformation and ask it, so that what they show can't differ
-from what runs. The transformation may be anywhere in an `optax.chain`, under `optax.masked`,
+`report`, `plan` and others take the transformation and ask it, so that their tables can't differ
+from the update. The transformation may be anywhere in an `optax.chain`, under `optax.masked`,
 `optax.inject_hyperparams`, `optax.MultiSteps` or `optax.partition`: its `init` is traced, and each
 `muon` in it writes down its configuration and the leaves that reach it.
 """

@@ -15,7 +15,7 @@ from muon_optax import DeviceModel, MatrixView, MuonDimensionNumbers, scale_by_m
 # Two steps compile quickly; the iteration has tests of its own.
 FAST = ((2.0, -1.5, 0.5),) * 2
 KINDS = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
-# A device whose products take all the time: the cheapest plan then shares all work.
+# A device whose matmuls take all the time: the cheapest plan then shares all work.
 SLOW = DeviceModel("slow", 1e9, 1e9, 1e12, latency=0.0, overlaps=False)
 OVERLAPPING = dataclasses.replace(SLOW, overlaps=True)  # one matrix for each owner at once
 View = MuonDimensionNumbers | MatrixView

@@ -168,10 +168,10 @@ def test_counts_products_of_any_orientation(left, right, equation, flops):
 @pytest.mark.parametrize(
     ("body", "between"),
     [
-        (lambda x, w: scatter((gather(x) @ w) @ w), 0),  # in, products, out
+        (lambda x, w: scatter((gather(x) @ w) @ w), 0),  # in, matmuls, out
         (lambda x, w: gather(x @ w)[:8] @ w, 1),
         (lambda x, w: scatter(gather(x @ w)) @ w, 2),
-        (lambda x, w: (x @ w, gather(x)[:8] @ w)[1], 0),  # another product, on other data
+        (lambda x, w: (x @ w, gather(x)[:8] @ w)[1], 0),  # another matmul, on other data
         (lambda x, w: x @ w + gather(x * 2)[:8] @ w, 0),
     ],
 )

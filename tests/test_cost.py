@@ -42,8 +42,8 @@ def test_an_exchange_within_one_replica(count, itemsize):
     found = cost("gram", count, its)
     assert found.bytes == 2 * 2 * (4 * rounds) * M * M * 4 * 3 // 4  # two passes, in and out
     each = 6 if itemsize == 2 else 4  # in half precision Q comes in two parts
-    products, steps = 2 * each * M * M * N, (8 * 5 - 6 * 2) * M**3
-    assert found.flops == count * products // 4 + rounds * steps
+    matmuls, steps = 2 * each * M * M * N, (8 * 5 - 6 * 2) * M**3
+    assert found.flops == count * matmuls // 4 + rounds * steps
 
 
 @pytest.mark.parametrize("count", [1, 2, 8, 11, 19])

@@ -81,7 +81,7 @@ def test_the_method_with_fewer_operations_is_chosen():
 
     assert [chosen(200, n) for n in (200, 280, 320, 800)] == ["standard"] * 2 + ["gram"] * 2
     assert [chosen(n, 200) for n in (200, 280, 320, 800)] == ["standard"] * 2 + ["gram"] * 2
-    # Halved products move the break-even towards the square.
+    # Halved matmuls move the break-even towards the square.
     assert [chosen(1024, n) for n in (1024, 1408)] == ["standard", "gram"]
     assert chosen(200, 10**5, "deepseek_v4") == "gram"
     assert NewtonSchulz(JORDAN, "gram").chosen_method(8, 8, "float32") == "gram"

@@ -494,7 +494,7 @@ def test_torch_shrinks_tiny_gradients_and_this_does_not():
     ],
 )
 def test_emerging_optimizers_itself(given, options):
-    """Megatron-Core's own, which rounds each product to bfloat16 unless told 'highest'."""
+    """Megatron-Core's own, which rounds each matmul to bfloat16 unless told 'highest'."""
     peer = pytest.importorskip(
         "emerging_optimizers.orthogonalized_optimizers",
         reason="emerging-optimizers (Python 3.12 and later, with triton) isn't installed",

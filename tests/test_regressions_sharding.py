@@ -251,8 +251,8 @@ def test_one_exchange_in_and_one_out(leaf, most, kind):
 # https://github.com/google-deepmind/dm-haiku/issues/639
 
 
-def products(shapes: dict[str, tuple[int, ...]], view: Any) -> int:
-    """Matrix products in the text of an update on one device."""
+def matmuls(shapes: dict[str, tuple[int, ...]], view: Any) -> int:
+    """Matmuls in the text of an update on one device."""
     tx = scale_by_muon(weight_dimension_numbers=view)
     params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
     lowered = jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params))
@@ -260,13 +260,13 @@ def products(shapes: dict[str, tuple[int, ...]], view: Any) -> int:
 
 
 def test_more_leaves_of_one_shape_are_not_more_products():
-    alone = products({"w": (32, 32)}, sharded.MATRIX)
+    alone = matmuls({"w": (32, 32)}, sharded.MATRIX)
     assert alone > 0
-    assert products({f"w{i}": (32, 32) for i in range(8)}, sharded.MATRIX) == alone
-    assert products({f"w{i}": (32, 32) for i in range(64)}, sharded.MATRIX) == alone
-    assert products({"w": (64, 32, 32)}, STACK) == alone
+    assert matmuls({f"w{i}": (32, 32) for i in range(8)}, sharded.MATRIX) == alone
+    assert matmuls({f"w{i}": (32, 32) for i in range(64)}, sharded.MATRIX) == alone
+    assert matmuls({"w": (64, 32, 32)}, STACK) == alone
     six = {f"w{i}": (32, 32 - i % 6) for i in range(64)}
-    assert products(six, sharded.MATRIX) == 6 * alone
+    assert matmuls(six, sharded.MATRIX) == 6 * alone
 
 
 @pytest.mark.parametrize("spec", [P(), P("f")])

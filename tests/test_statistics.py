@@ -231,7 +231,7 @@ def test_strict_promotion():
 
 
 def test_cost_is_small():
-    # matrix-vector products, far fewer than the FLOPs of one Newton-Schulz product: 2 m^2 n
+    # matrix-vector products, far fewer than the FLOPs of one Newton-Schulz matmul: 2 m^2 n
     x = jax.ShapeDtypeStruct((512, 1024), jnp.float32)
     text = jax.jit(lambda x: stats(x)).lower(x).as_text()
     products = [line for line in text.split("\n") if "dot_general" in line]

@@ -34,8 +34,8 @@ def widened(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 def as_dtype(x: Any, dtype: Any) -> jax.Array:
     """`x.astype(dtype)`, without an operation to trace where it has that dtype.
 
-    JAX lets a weakly typed array take the dtype of what it meets, so such a one is cast all the
-    same.
+    JAX lets a weakly typed array take the dtype of the other operand, so such a one is cast all
+    the same.
     """
     has_it = isinstance(x, jax.Array) and x.dtype == dtype and not x.weak_type
     return x if has_it else x.astype(dtype)

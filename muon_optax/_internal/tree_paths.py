@@ -214,8 +214,8 @@ def align(
     Args:
       prefix: a tree with an entry for each leaf of `tree` or for a subtree above it. None is an
         entry.
-      tree: the tree to spread over. None and `optax.MaskedNode` are places without a leaf, or
-        without a whole subtree; entries for leaves that would be there are allowed.
+      tree: the tree whose leaves get entries. None and `optax.MaskedNode` are places without a
+        leaf, or without a whole subtree; entries for leaves that would be there are allowed.
       what: the name of the entries, for messages.
       is_leaf: which nodes of `prefix` are one entry, besides None and `optax.MaskedNode`.
 

@@ -143,7 +143,7 @@ def read_target(args: argparse.Namespace) -> Target:
     if args.torch and args.model:
         raise ValueError("--torch is for --shapes: the models by name are [in, out]")
     if args.scanned and args.shapes:
-        raise ValueError("--scanned is for --model: files say themselves what is stacked")
+        raise ValueError("--scanned is for --model: files say themselves which leaves are stacked")
     rules = RulesFile() if args.rules is None else read_rules(args.rules, torch=args.torch)
     if args.model:
         shapes = model_shapes(args.model, scanned=args.scanned, dtype=args.dtype or "bfloat16")

@@ -25,8 +25,8 @@ def check_state(tx: optax.GradientTransformation, params: Any, state: Any) -> No
     Args:
       tx: the optimizer that is to go on: `muon`, or any optax transformation.
       params: the parameters, as arrays or shape structs.
-      state: a restored state, the tree of Orbax's metadata, or what
-        `flax.serialization.msgpack_restore` returns: leaves with shape and dtype, by their paths.
+      state: a restored state, the tree of Orbax's metadata, or the
+        result of `flax.serialization.msgpack_restore`: leaves with shape and dtype, by their paths.
 
     Raises:
       ValueError: listing every leaf that is missing or isn't wanted, such as the moments of a

@@ -20,8 +20,8 @@ __all__ = ["advice_on_moments"]
 def advice_on_moments(config: MuonConfig, params: Any, planned: Planned) -> str | None:
     """Bytes that `shard_moments_over` would save, where gradients are summed over replicas.
 
-    Their sum belongs to the backward pass and is in no row. Its all-reduce takes twice what the
-    replicas receive of the results.
+    Their sum belongs to the backward pass and is in no row. Its all-reduce takes twice the
+    bytes of results that replicas receive.
 
     Args:
       config: the optimizer's configuration.

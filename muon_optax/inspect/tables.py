@@ -26,7 +26,7 @@ def rich_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]],
     for name in header:
         table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))  # names may hold what rich takes for markup
+        table.add_row(*map(Text, row))  # names may hold rich's markup
     return table
 
 

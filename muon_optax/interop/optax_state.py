@@ -43,7 +43,7 @@ def from_optax(state: Any, params: Any, tx: optax.GradientTransformation | None 
 
     Raises:
       ValueError: if there is none of optax's `MuonState`, or a parameter has no moments, moments of
-        another shape, or there are moments of what isn't a parameter; listing the leaves of the
+        another shape, or there are moments of no parameter; listing the leaves of the
         state that `tx` has no place for, as that of another choice of leaves.
 
     Example:

@@ -116,7 +116,7 @@ def _choose(leaf: ModuleLeaf, reading: Reading, stacked: Mapping[Segments, Axes 
 def _experts_apart(view: View, leaf: ModuleLeaf) -> View:
     """The view without experts' leading axis among the merged ones.
 
-    einsum("td,edf->tef") and einsum("tef,efd->td") are those of heads, but for what they mean.
+    einsum("td,edf->tef") and einsum("tef,efd->td") are those of heads, but for their meaning.
     """
     reduction, output = _sorted_axes(view)
     first = min((*reduction, *output))
@@ -180,7 +180,7 @@ def _layer(leaf: ModuleLeaf, choice: Choice, stacked: Axes | None) -> Layer:
 
 
 def _widths(reading: Reading) -> frozenset[int]:
-    """Sizes of norms, of what embeddings look up, and of what unknown modules may take."""
+    """Sizes of norms, of embeddings' rows, and of unknown modules' possible inputs."""
     kinds = ("norm", "embedding table")
     kernels = [leaf.kernel for leaf in reading.leaves]
     known = {k.shape[-1] for k in kernels if k and k.kind in kinds and k.shape}

@@ -28,13 +28,13 @@ def model_rules(model: Any, /, *inputs: Any, **options: Any) -> tuple[Rule, ...]
     """Reads from a model's modules which optimizer each parameter gets, and its matrices.
 
     Args:
-      model: a Flax NNX, Flax Linen, Equinox or torch module, or what `haiku.transform` returns.
+      model: a Flax NNX, Flax Linen, Equinox or torch module, or the result of `haiku.transform`.
         Its arrays may be shape structs, as `nnx.eval_shape` and `eqx.filter_eval_shape` make them,
         or be on torch's meta device.
       *inputs: example inputs of its call, as arrays or shape structs; nothing is computed. Linen
         and Haiku need them, since their parameters are made by a call. Elsewhere they are optional:
         with them, parameters of modules of your own and the layers that make the logits are known
-        by what the call does with them, without them by names and shapes.
+        by their use in the call, without them by names and shapes.
       **options: keyword arguments of the call.
 
     Returns:

@@ -92,9 +92,9 @@ def _last(group: Sequence[Layer], layers: Sequence[Layer], widths: frozenset[int
 
 
 def _is_end(layer: Layer, layers: Sequence[Layer], widths: frozenset[int]) -> bool:
-    """Whether a layer takes what the model has made, and nothing takes what it makes.
+    """Whether a layer takes other layers' output, and nothing takes its own.
 
-    A layer that takes what no other makes, as a bias of relative positions, isn't at the end.
+    A layer that takes no other's output, as a bias of relative positions, isn't at the end.
     """
     others = [x for x in layers if x.segments != layer.segments]
     is_taken = layer.fan_out in widths.union(*(x.takes for x in others))

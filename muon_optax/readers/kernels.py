@@ -94,7 +94,7 @@ def einsum(equation: str, shape: Sequence[int]) -> Kernel | None:
     """The kernel that is an einsum's second operand; None where the equation makes no matrix of it.
 
     Letters of both operands and of the result are batch axes. So are those that the result has in
-    front of what the activations have: they count weights side by side, as a fused key and value.
+    front of the activations' axes: they count weights side by side, as a fused key and value.
 
     Example:
       >>> einsum("BTD,NDH->BTNH", (4, 32, 8)).view

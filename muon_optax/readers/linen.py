@@ -62,7 +62,7 @@ def _noting(owners: _Owners) -> Any:
     """An interceptor that notes each parameter's module and its shape there.
 
     Inside `nn.scan` and `nn.vmap` that is the shape of one layer. The note of a module's own method
-    comes before what a transform around it does, so that the first note is the one to keep.
+    comes before the call of a transform around it, so that the first note is the one to keep.
     """
     callers: list[nn.Module] = []
 

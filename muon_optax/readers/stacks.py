@@ -52,7 +52,7 @@ def stacked_axes(
 
     Args:
       leaves: the leaves by path.
-      known: what is known otherwise of some of them, as from their use.
+      known: evidence on some of them from elsewhere, as from their use.
 
     Example:
       >>> up, down = Declared((8, 8, 32), (8, 32)), Declared((32, 8, 8), (32, 8))

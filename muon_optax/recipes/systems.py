@@ -237,7 +237,7 @@ def megatron(
     """Megatron-Core's Muon, which is `Muon` of NVIDIA's Emerging-Optimizers.
 
     EMA momentum of 0.95, without Nesterov unless asked for, 'quintic' (dion here) x 5 on float32
-    input with products of 'medium' precision, which is bfloat16, and sqrt(max(in, out)) x 1.
+    input with matmuls of 'medium' precision, which is bfloat16, and sqrt(max(in, out)) x 1.
     `scale_factor=0.2` matches AdamW's update; `scale` may be 'unit_rms_norm' or 'shape_scaling' as
     well. `weight_decay_kind` is decoupled, 'independent' or 'l2'. Linear weights get Muon; the rest
     gets Adam with the same learning rate and decay.

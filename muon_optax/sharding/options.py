@@ -110,7 +110,7 @@ class ShardingOptions:
     def _annotated(self, params: Any) -> Any:
         """The shardings in Flax's metadata; None where it says none."""
         if jax.sharding.get_abstract_mesh().manual_axes:
-            return None  # it says how the model is meant to be sharded, not what a block is of
+            return None  # it says how the model is meant to be sharded, nothing of blocks
         leaves = leaves_with_segments(params)
         key = tuple((path, getattr(leaf, "shape", ())) for path, leaf in leaves)
         if found := annotations_of(params):

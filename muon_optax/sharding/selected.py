@@ -173,9 +173,9 @@ class SelectedLeaf:
         """Undoes `gather`, with zeros between; `places` as in `Chosen`."""
         assert self.axis is not None
         sizes = places.shape[self.axis : self.axis + self._merges]
-        spread = scattered(x, self._merged(places), self.axis)
-        shape = spread.shape
-        return spread.reshape(*shape[: self.axis], *sizes, *shape[self.axis + 1 :])
+        placed = scattered(x, self._merged(places), self.axis)
+        shape = placed.shape
+        return placed.reshape(*shape[: self.axis], *sizes, *shape[self.axis + 1 :])
 
     def _merged(self, x: jax.Array) -> jax.Array:
         """The array with the merged axes of the role as one."""

@@ -1,7 +1,7 @@
 """How a leaf is sharded.
 
 Three kinds of mesh axes tell it three ways: an Explicit axis is in the array's type; an Auto axis
-is known from concrete arrays or from what the user declares; inside a shard_map the axes are
+is known from concrete arrays or from the user's declaration; inside a shard_map the axes are
 Manual, the arrays are blocks, and only a declaration says of which arrays.
 """
 

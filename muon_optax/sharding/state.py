@@ -42,18 +42,18 @@ def state_shardings(
     """Shardings of a whole optimizer state, for `jit(out_shardings=...)` and checkpoints.
 
     Moments and momenta are sharded like their parameters, and those that are sums over some dims
-    like what is left of these; all else is replicated. A `muon` in `tx`
-    is asked for what it was told of shardings, `shard_moments_over` included.
+    like the dims that are left; all else is replicated. A `muon` in `tx` is asked for its own
+    options on shardings, `shard_moments_over` included.
 
     Args:
       tx: the optimizer: `muon`, or any chain of optax transformations around it.
       params: the parameters, as arrays or shape structs.
       param_shardings: how they are sharded, a tree (or a prefix of one) of NamedSharding,
-        PartitionSpec or arrays, or a function of them that returns one; None is what `muon` was
-        told, else what `params`, and Flax's metadata, say. Leaves that a prefix's spec can't cut
-        in equal blocks are replicated.
-      mu_shardings: how Muon's momentum is sharded, if not like the parameters; None is what `muon`
-        was told.
+        PartitionSpec or arrays, or a function of them that returns one; None is `muon`'s own
+        option, else the shardings of `params` and of Flax's metadata. Leaves that a prefix's spec
+        can't cut in equal blocks are replicated.
+      mu_shardings: how Muon's momentum is sharded, if not like the parameters; None is `muon`'s
+        own option.
 
     Returns:
       A tree like `tx.init(params)` of NamedSharding.

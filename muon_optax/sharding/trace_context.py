@@ -21,7 +21,7 @@ def as_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
 
 
 def unreduced_axes(x: Any) -> frozenset[str]:
-    """Manual mesh axes over whose devices an array's summands are spread."""
+    """Manual mesh axes over whose devices an array's summands are distributed."""
     return jax.typeof(x).manual_axis_type.unreduced
 
 

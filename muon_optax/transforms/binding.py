@@ -93,7 +93,7 @@ def bound_leaves(tree: Any, views: Sequence[BoundView], shardings: Shardings) ->
 
 
 def _views(tree: Any, declared: Views) -> list[BoundView]:
-    """A view for each leaf, all of which must make matrices, from what the user declares.
+    """A view for each leaf, all of which must make matrices, from the user's declaration.
 
     Raises:
       ValueError: listing the leaves that make none.

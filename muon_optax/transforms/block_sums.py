@@ -43,7 +43,7 @@ def all_sums(rows: Sequence[tuple[BlockSums, jax.Array]]) -> list[jax.Array]:
     first, after which the rest can't be merged: 12 leaves would take 13 all-reduces, not two.
 
     Args:
-      rows: sums and what is summed: an array of the leaf's shape (a block of it inside a
+      rows: sums and their summands: an array of the leaf's shape (a block of it inside a
         shard_map).
 
     Returns:

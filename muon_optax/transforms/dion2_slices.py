@@ -126,9 +126,9 @@ class Dion2:
             else (found[i][0], picked[i][2])
             for i in compact
         ]
-        spread = _on_blocks(_Scatter, [(rows[i], ends[i]) for i in compact], decay, moved)
+        scattered = _on_blocks(_Scatter, [(rows[i], ends[i]) for i in compact], decay, moved)
         results = [result for (result,) in found]
-        for i, (result,) in zip(compact, spread, strict=True):
+        for i, (result,) in zip(compact, scattered, strict=True):
             results[i] = result
         return [(x, new) for x, (_, new, _) in zip(results, picked, strict=True)]
 

@@ -230,7 +230,7 @@ class AxisSums:
 class WholeSums:
     """Sums over one side of matrices, of which each device gets those of the whole leaf.
 
-    Where both sides are sharded, what is made of all the sums of a matrix, as its norm of its
+    Where both sides are sharded, a value made of all the sums of a matrix, as its norm of its
     neurons', would take a second all-reduce after that of the sums. Here each device adds its part
     between zeros, at its place of an array that is whole, and one all-reduce over the mesh axes of
     both sides gives every device all sums.
@@ -294,8 +294,8 @@ class WholeSums:
         if not set(here.known).difference(here.manual):
             return block
         ends = [_without_dims(here, self.dims), target.sharding]
-        # Without the first, the partitioner would shard what the values are made of, and reduce it
-        # a second time.
+        # Without the first, the partitioner would shard the operands of the values, and reduce
+        # them a second time.
         for sharding in ends if isinstance(block, Tracer) else ends[1:]:
             spec = sharding.written or PartitionSpec()
             block = place(block, [NamedSharding(here.mesh, spec)])

@@ -156,7 +156,7 @@ def clip_qk(
 
     A head with the largest logit S above tau gets g = tau / S, others 1; weights of queries are
     multiplied by g^alpha and those of keys by g^(1 - alpha), so that the same inputs give logits
-    that are g times what they were. Where heads of queries share one of the keys, all take the g of
+    that are g times as large. Where heads of queries share one of the keys, all take the g of
     the largest among them. Weights with a normalisation behind them, as in QK norm, need none of
     this. Call it after `optax.apply_updates`; a momentum stays as it is.
 

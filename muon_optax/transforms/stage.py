@@ -36,8 +36,8 @@ class Stage(NamedTuple):
     Attributes:
       init: (params, leaves) -> state.
       update: (updates, state, params, leaves, **extra_args) -> (updates, state).
-      makes_steps: whether updates are what is added to the weights, with the learning rate and the
-        sign of a step down the gradient.
+      makes_steps: whether updates are added to the weights as they are, with the learning rate and
+        the sign of a step down the gradient.
 
     Both functions get a record for each leaf of `params` or `updates`, in flattening order.
     """

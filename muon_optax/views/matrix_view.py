@@ -1,7 +1,7 @@
 """Leaf <-> matrices: which axes of a parameter make the matrices that Muon orthogonalises.
 
-A *view* (optax's `MuonDimensionNumbers`, or a `MatrixView` with fused blocks) is what a user
-declares; a `BoundView` is a view checked against one leaf's shape. Axes that are neither reduction
+A *view* (optax's `MuonDimensionNumbers`, or a `MatrixView` with fused blocks) is declared by
+the user; a `BoundView` is a view checked against one leaf's shape. Axes that are neither reduction
 nor output axes are batch axes: layers, experts or heads, whose matrices never mix.
 """
 
@@ -103,7 +103,7 @@ class BoundView:
       tiles: in how many equal parts each matrix is cut along reduction and along output, each of
         which is then a matrix of its own, as in MuonBP's block steps.
       nonzero: where most rows or columns of matrices are zero, as those that Dion2 doesn't choose,
-        the sizes (fan-in, fan-out) of what is left without them, for each entry of `matrices`;
+        the sizes (fan-in, fan-out) of matrices without them, for each entry of `matrices`;
         empty where matrices are full.
     """
 

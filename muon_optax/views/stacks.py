@@ -108,7 +108,7 @@ def find_stacks(
 
 
 def _base_rank(names: tuple[str, ...], beside: set[str]) -> int | None:
-    """The rank of one layer's leaf: 1 for a norm's, what `nn.Dense` has for its own."""
+    """The rank of one layer's leaf: 1 for a norm's, those of kernel and bias for `nn.Dense`'s."""
     last, module = names[-1] if names else "", names[-2] if len(names) > 1 else ""
     if "kernel" in beside:
         is_dense = _DENSE.fullmatch(module) is not None

@@ -37,7 +37,7 @@ class Tolerances:
 TOLERANCES = {
     "float32": Tolerances(1e-4, 1e-6, 1e-5, 1e-5),
     "float64": Tolerances(1e-10, 1e-11, 1e-11, 1e-11),
-    # bfloat16 inside, which rounds each product to three digits.
+    # bfloat16 inside, which rounds each matmul to three digits.
     "bfloat16": Tolerances(4e-2, 1e-6, 4e-2, 5e-3),
 }
 

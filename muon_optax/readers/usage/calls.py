@@ -11,7 +11,7 @@ __all__ = ["CALLS"]
 def _scan(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
     body = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
     # Operands are constants, carry and slices, in this order; JAX 0.12 counts them otherwise than
-    # 0.10, but what is sliced or stacked has one dim more outside.
+    # 0.10, but slices and stacked results have one dim more outside.
     count = sum(not _is_stacked(*pair) for pair in zip(eqn.outvars, body.outvars, strict=True))
     slices = sum(_is_stacked(*pair) for pair in zip(eqn.invars, body.invars, strict=True))
     end = len(ins) - slices

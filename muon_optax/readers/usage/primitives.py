@@ -20,7 +20,7 @@ def _same(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
 
 def _transpose(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
     moved = ins[0].moved(lambda w: w.permuted(eqn.params["permutation"]))
-    # einsum("td,kdh->kth") and vmap over weights bring what counts the matrices to the front.
+    # einsum("td,kdh->kth") and vmap over weights bring the dims that count matrices to the front.
     for weight in moved.outputs:
         front = list(itertools.takewhile(bool, weight.dims))
         if any(weight.dims[len(front) :]):
@@ -142,7 +142,7 @@ def _dot_general(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
     for (value, sums, batch), kept in zip(sides, free, strict=True):
         for weight in value.weights:
             used.append((weight, kind, weight.factors_of(sums), weight.factors_of(kept)))
-        for weight in value.outputs:  # what counts one layer's matrices counts the next one's
+        for weight in value.outputs:  # one layer's stack is the next one's
             trace.stacked.update((weight.leaf, f) for f in weight.factors_of(batch))
     result = trace.layer(eqn, used, ins)
     blank: list[list[Dim]] = [[()] * len(lhs_batch), *([()] * len(kept) for kept in free)]

@@ -39,8 +39,8 @@ class Usage:
 
     Attributes:
       roles: each parameter's, by its path.
-      heads: the parameters of the layers that make the call's results: no other layer takes what
-        they put out, and nothing else makes these results.
+      heads: the parameters of the layers that make the call's results: no other layer takes
+        their output, and nothing else makes these results.
     """
 
     roles: dict[Segments, Role]

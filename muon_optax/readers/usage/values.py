@@ -22,7 +22,7 @@ class Value:
       is_one_hot: whether it compares inputs with an iota, as a one-hot lookup does.
       layers: the layers (matmuls, convolutions and lookups of parameters) that it comes from
         without another layer between.
-      outputs: for what a layer puts out, the factors of its parameters that make each of its dims;
+      outputs: for the output of a layer, the factors of its parameters that make each of its dims;
         none for the activation's own dims.
     """
 
