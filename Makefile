@@ -63,10 +63,12 @@ parity: $(INSTALLED)  ## every mesh, precision and recipe against PyTorch's FSDP
 AOT_JAX := 0.10.2
 AOT := benchmarks/results/aot_bytes
 
-bench-aot: $(INSTALLED) .venv-cuda/.installed .venv-tpu/.installed  ## Llama-3-8B for absent GPUs and TPUs; an hour
+bench-aot: $(INSTALLED) .venv-cuda/.installed .venv-tpu/.installed  ## Llama-3-8B and OLMoE-7B for absent GPUs and TPUs; an hour
 	.venv-cuda/bin/python benchmarks/aot_bytes.py cuda --devices 8 64 --contestants muon_optax optax --output $(AOT).json
 	.venv-cuda/bin/python benchmarks/aot_bytes.py cuda --devices 8 64 --unstacked --output $(AOT).json
 	.venv-cuda/bin/python benchmarks/aot_bytes.py cuda --devices 512 1024 --layouts fsdp_rows fsdp_columns hsdp hsdp_64 fsdp_tp --output $(AOT).json
+	.venv-cuda/bin/python benchmarks/aot_bytes.py cuda --model olmoe-7b --devices 8 64 --layouts fsdp_experts hsdp_experts --output $(AOT).json
+	.venv-cuda/bin/python benchmarks/aot_bytes.py cuda --model olmoe-7b --devices 64 --layouts experts_fsdp replica_experts_fsdp --output $(AOT).json
 	.venv-tpu/bin/python benchmarks/aot_bytes.py tpu --devices 8 64 512 --output $(AOT).json
 	$(BIN)/python docs/figures.py
 
