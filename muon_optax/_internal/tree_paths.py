@@ -209,7 +209,7 @@ def masked_unless(keep: Callable[[Segments, Any], bool], tree: Any) -> Any:
 def align(
     prefix: Any, tree: Any, *, what: str, is_leaf: Callable[[Any], bool] | None = None
 ) -> list[Any]:
-    """Spreads a tree that may be a prefix of `tree` over the leaves of `tree`, by path.
+    """Broadcasts a tree that may be a prefix of `tree` to the leaves of `tree`, by path.
 
     Args:
       prefix: a tree with an entry for each leaf of `tree` or for a subtree above it. None is an
