@@ -4,7 +4,8 @@ Leaves whose matrices have one shape, one dtype and one sharding form a bucket. 
 compared by their cost alone. Where one has owners, a bucket's matrices go to them in full rounds,
 one for each device; the remainder is a slice of the work of its own, whose owners are chosen so
 that the busiest device has as little to do as possible. Where that costs less, the remainders of
-several buckets share a round, in which their owners follow one another.
+several buckets share a round, in which their owners follow one another. Where there are more
+devices than matrices, owners are groups of devices if that takes much off the time.
 """
 
 import collections
@@ -26,7 +27,7 @@ from muon_optax.sharding.planning.loads import Loads
 from muon_optax.sharding.planning.shared_rounds import OpenRound, OpenRounds, numbered
 from muon_optax.sharding.planning.workload import Workload
 from muon_optax.sharding.runtime.orthogonalizer import group_size
-from muon_optax.sharding.strategies import STRATEGIES, Strategy
+from muon_optax.sharding.strategies import GROUPS, STRATEGIES, Strategy
 
 __all__ = ["least_workspace", "plan_leaves"]
 
@@ -42,6 +43,10 @@ Sharing = Literal["none", "fastest", "all"]
 # with branches; and as much again for each slice of the work that it compiles more. Seven slices
 # for DeepSeek-V3 on 64 H100s took off .02 of the time, and a tenth more to compile.
 _LEAST_GAIN = 0.01
+
+# The same for groups of owners. They send more in all, though less of it between nodes, and what they
+# send in the middle of the iteration is under no matmul, while all else may be.
+_LEAST_GAIN_OF_GROUPS = 0.15
 
 # How many latencies sending a chunk takes at least, where matmuls hide it.
 _LATENCIES = 5
@@ -79,7 +84,12 @@ def plan_leaves(
     # A shared round is as large as its first matrix.
     by_bytes = sorted(groups, key=lambda members: -workloads[leaves[members[0]].key].matrix_bytes)
 
-    def planned(floors: Mapping[tuple, float], sharing: Sharing) -> list[Bucket]:
+    counts = {members: sum(leaves[i].count for i in members) for members in groups}
+    owners = {members: workloads[leaves[members[0]].key].owners for members in groups}
+
+    def planned(
+        floors: Mapping[tuple, float], sharing: Sharing, groups_of: Strategy | None = None
+    ) -> list[Bucket]:
         loads = {sizes: Loads(sizes) for sizes in floors}
         rounds, buckets = OpenRounds(), []
         for members in by_bytes if sharing == "all" else groups:
@@ -88,13 +98,17 @@ def plan_leaves(
             of_mesh = loads[workload.sizes], floors[workload.sizes]
             are_single = all(leaves[i].count == 1 for i in members)
             chooser = _Chooser(
-                leaf, workload, device, *of_mesh, budget, are_single, rounds, sharing
+                leaf, workload, device, *of_mesh, budget, are_single, rounds, sharing, groups_of
             )
-            slices = chooser.slices(sum(leaves[i].count for i in members))
+            slices = chooser.slices(counts[members])
             buckets.append(Bucket(members, leaf, tuple(slices)))
         return numbered(buckets)
 
-    best = _fastest(planned, _least_peaks(filled.values(), workloads), device)
+    floors = _least_peaks(filled.values(), workloads)
+    can_share = sum(counts[members] % owners[members] > 0 for members in groups) > 1
+    best = _fastest(planned, floors, device, get_args(Sharing) if can_share else ("none",))
+    if all(counts[members] < owners[members] for members in groups if owners[members] > 1):
+        best = _in_groups_if_faster(planned, floors, device, best)
     return tuple(_without_lone_skip(best, device))
 
 
@@ -102,6 +116,7 @@ def _fastest(
     planned: Callable[[Mapping[tuple, float], Sharing], list[Bucket]],
     floors: dict[tuple, float],
     device: DeviceModel,
+    sharings: Sequence[Sharing],
 ) -> list[Bucket]:
     """The plan that takes least time, with shared rounds only if these are worth it.
 
@@ -110,11 +125,27 @@ def _fastest(
     """
     peaks = dict.fromkeys(floors, 0.0), floors
     best, *shared = (
-        min((planned(each, sharing) for each in peaks), key=_seconds_of)
-        for sharing in get_args(Sharing)
+        min((planned(each, sharing) for each in peaks), key=_seconds_of) for sharing in sharings
     )
     worth = (each for each in sorted(shared, key=_seconds_of) if _is_worth(each, best, device))
     return next(worth, best)
+
+
+def _in_groups_if_faster(
+    planned: Callable[[Mapping[tuple, float], Sharing, Strategy], list[Bucket]],
+    floors: Iterable[tuple],
+    device: DeviceModel,
+    best: list[Bucket],
+) -> list[Bucket]:
+    """The plan with groups of owners that takes least time, where they take much off it.
+
+    All devices work on what a group works on: no matmuls are free, as if later ones filled them.
+    """
+    peaks = dict.fromkeys(floors, 0.0)
+    fastest = min((planned(peaks, "all", each) for each in GROUPS), key=_seconds_of)
+    seconds, gain = _seconds_of(best), _seconds_of(best) - _seconds_of(fastest)
+    is_much = gain > max(_LEAST_GAIN_OF_GROUPS * seconds, device.latency)
+    return fastest if is_much else best
 
 
 def _seconds_of(buckets: Iterable[Bucket]) -> float:
@@ -131,7 +162,7 @@ def _is_worth(shared: Sequence[Bucket], apart: Sequence[Bucket], device: DeviceM
 def least_workspace(strategy: Strategy, leaf: BoundLeaf) -> int:
     """Bytes of workspace on a device while it handles one matrix of a leaf at a time."""
     matrix = leaf.view.fan_in * leaf.view.fan_out * jnp.dtype(leaf.dtype).itemsize
-    return (strategy.copies_held + 2) * matrix
+    return (strategy.copies_held + 2) * matrix // strategy.group
 
 
 def _workload(leaf: BoundLeaf, newton_schulz: NewtonSchulz | None) -> Workload:
@@ -152,6 +183,7 @@ def _workload(leaf: BoundLeaf, newton_schulz: NewtonSchulz | None) -> Workload:
         sizes=() if mesh is None else tuple(mesh.shape.items()),
         newton_schulz=newton_schulz,
         results_are_replicated=leaf.result_sharding is not None,
+        method=counted.chosen_method(rows, columns, dtype),
     )
 
 
@@ -195,6 +227,7 @@ class _Chooser:
       are_single: whether each leaf has one matrix.
       rounds: those that other buckets have begun.
       sharing: whether any are to be shared.
+      groups: the strategy with groups of owners that is weighed too, for fewer matrices than owners.
     """
 
     leaf: BoundLeaf
@@ -206,16 +239,17 @@ class _Chooser:
     are_single: bool
     rounds: OpenRounds
     sharing: Sharing
+    groups: Strategy | None
 
     def slices(self, count: int) -> list[WorkSlice]:
         """The cheapest way: all matrices under one strategy, or full rounds and a rest."""
         options = [
             option
             for workload in self._divided_or_not()
-            for strategy in self._strategies(workload)
+            for strategy in self._strategies(count, workload)
             for option in self._options(strategy, count, workload)
         ]
-        if self.sharing == "all":
+        if self.sharing == "all" and self.groups is None:
             options = [o for o in options if self._can_share(o[-1])] or options
         best = min(options, key=lambda slices: sum(map(self._price, slices)))
         return [self._taken(work_slice) for work_slice in best]
@@ -225,11 +259,13 @@ class _Chooser:
         repeated = dataclasses.replace(self.workload, replica_axes=())
         return [self.workload, repeated] if self.workload.replica_axes else [repeated]
 
-    def _strategies(self, workload: Workload) -> list[Strategy]:
+    def _strategies(self, count: int, workload: Workload) -> list[Strategy]:
         """The one that is asked for, or those that 'auto' weighs."""
+        is_divided = workload.replica_axes == self.workload.replica_axes
+        groups = [self.groups] if self.groups and is_divided and count < workload.owners else []
         possible = [
             s
-            for s in STRATEGIES.values()
+            for s in (*groups, *STRATEGIES.values())
             if s.why_impossible(self.leaf, self.workload.newton_schulz) is None
             and (s.communicates or not workload.replica_axes)
         ]
@@ -241,14 +277,17 @@ class _Chooser:
         """Ways to handle all matrices: of a strategy with owners, full rounds and any rest."""
         if not strategy.has_owners:
             return [[self._slice(strategy, 0, count, workload)]]
-        rounds = count // workload.owners * workload.owners
+        each = strategy.round_size(workload)
+        rounds = count // each * each
         full = [self._slice(strategy, 0, rounds, workload)] if rounds else []
         if rounds == count:
             return [full]
+        rest_count = count - rounds
         return [
             [*full, *rest]
-            for s in self._strategies(workload)
-            for rest in self._rests(s, rounds, count - rounds, workload)
+            for s in self._strategies(count, workload)
+            if not s.has_owners or rest_count < s.round_size(workload)
+            for rest in self._rests(s, rounds, rest_count, workload)
         ]
 
     def _rests(
@@ -258,7 +297,7 @@ class _Chooser:
         if self.sharing != "none" and strategy.shares_rounds:
             for each in self.rounds.for_rest(strategy, self.leaf, workload):
                 room = each.free * workload.replicas
-                if not self._holds(each, min(count, room), workload):
+                if not self._holds(strategy, each, min(count, room), workload):
                     continue
                 if count <= room:
                     yield [self._joined(strategy, start, count, workload, each)]
@@ -267,12 +306,20 @@ class _Chooser:
                     yield [self._joined(strategy, start, room, workload, each), last]
         yield [self._slice(strategy, start, count, workload)]
 
-    def _holds(self, into: OpenRound, count: int, workload: Workload) -> bool:
+    def _holds(
+        self, strategy: Strategy, into: OpenRound, count: int, workload: Workload
+    ) -> bool:
         """Whether the workspace has room for a round's results with those of more matrices.
 
         A round of one shape writes the results of all replicas where they stay. Shapes that share
-        one get theirs in one flat array, which is cut then.
+        one get theirs in one flat array, which is cut then. Groups work on matrices that are padded
+        to the largest sizes.
         """
+        if strategy.group > 1:
+            both = strategy.joined(into.size, workload)
+            elements = (strategy.copies_held + 2) * both.rows * both.columns // strategy.group
+            if elements * both.itemsize > self.budget:
+                return False
         return into.results + count * workload.result_bytes <= self.budget
 
     def _joined(
@@ -283,7 +330,7 @@ class _Chooser:
         return dataclasses.replace(
             self._slice(strategy, start, count, workload),
             first_owner=into.next_owner,
-            cost=estimate(strategy, count, workload, self.device, into.received),
+            cost=estimate(strategy, count, workload, self.device, into.size),
             reason=reason if self.leaf.strategy == "auto" else f"asked for; {reason}",
             round=into.number,
         )
@@ -294,7 +341,7 @@ class _Chooser:
         return work_slice.skips and work_slice.strategy.shares_rounds and is_divided
 
     def _slice(self, strategy: Strategy, start: int, count: int, workload: Workload) -> WorkSlice:
-        skips = strategy.has_owners and count < workload.owners
+        skips = strategy.has_owners and strategy.group == 1 and count < workload.owners
         return WorkSlice(
             start,
             count,
@@ -325,6 +372,8 @@ class _Chooser:
             elements = workload.rows * workload.columns
             at_once = min(at_once, group_size(count, elements, self.device.batch_elements))
         round_size = strategy.round_size(workload)
+        if strategy.group > 1:
+            return round_size
         if at_once * round_size >= count:
             return count
         return round_size * self._evenly(at_once, round_size)
@@ -359,18 +408,18 @@ class _Chooser:
 
     def _taken(self, work_slice: WorkSlice) -> WorkSlice:
         """The slice as it is planned: its FLOPs are the growth of the highest load."""
-        before = self.loads.peak
+        before, workload = self.loads.peak, self._workload_of(work_slice)
+        strategy = work_slice.strategy
         if work_slice.skips:
-            workload = self._workload_of(work_slice)
             if work_slice.round is None:  # a part of the rest may have been placed since
                 first = self.loads.best_first_owner(work_slice.count, workload)
                 work_slice = dataclasses.replace(work_slice, first_owner=first)
             self.loads.add_to_rest(work_slice.first_owner, work_slice.count, workload)
-            if work_slice.strategy.shares_rounds:
-                number = self.rounds.take(work_slice, self.leaf, workload)
-                work_slice = dataclasses.replace(work_slice, round=number)
         else:
             self.loads.add_to_all(work_slice.cost.flops)
+        if strategy.shares_rounds and work_slice.count < strategy.round_size(workload):
+            number = self.rounds.take(work_slice, self.leaf, workload)
+            work_slice = dataclasses.replace(work_slice, round=number)
         added = self.loads.peak - before
         cost = dataclasses.replace(work_slice.cost, seconds=self._seconds(work_slice, added))
         return dataclasses.replace(work_slice, cost=cost, added=added)
