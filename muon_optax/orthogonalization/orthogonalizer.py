@@ -253,9 +253,7 @@ class NewtonSchulz:
         matmuls = (6 if is_half else 4) * passes * m**2 * n
         return matmuls, (8 * len(self.schedule.rows) - 6 * passes) * m**3
 
-    def _standard(
-        self, x: jax.Array, axis: Literal[-1, -2], total: Map = identity
-    ) -> jax.Array:
+    def _standard(self, x: jax.Array, axis: Literal[-1, -2], total: Map = identity) -> jax.Array:
         schedule, precision = self.schedule, self.precision
         rounds = self.rounds(x.dtype)
         if rounds:

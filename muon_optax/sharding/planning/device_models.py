@@ -79,7 +79,9 @@ class DeviceModel:
                 found.append(given.get(axis, own))
         return min(found)
 
-    def bandwidth_in_groups(self, axes: tuple[str, ...], sizes: dict[str, int], group: int) -> float:
+    def bandwidth_in_groups(
+        self, axes: tuple[str, ...], sizes: dict[str, int], group: int
+    ) -> float:
         """Bytes/s within groups of so many devices that follow one another along mesh axes.
 
         Example:

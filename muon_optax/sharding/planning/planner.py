@@ -44,8 +44,8 @@ Sharing = Literal["none", "fastest", "all"]
 # for DeepSeek-V3 on 64 H100s took off .02 of the time, and a tenth more to compile.
 _LEAST_GAIN = 0.01
 
-# The same for groups of owners. They send more in all, though less of it between nodes, and what they
-# send in the middle of the iteration is under no matmul, while all else may be.
+# The same for groups of owners. They send more in all, though less of it between nodes, and what
+# they send in the middle of the iteration is under no matmul, while all else may be.
 _LEAST_GAIN_OF_GROUPS = 0.15
 
 # How many latencies sending a chunk takes at least, where matmuls hide it.
@@ -227,7 +227,7 @@ class _Chooser:
       are_single: whether each leaf has one matrix.
       rounds: those that other buckets have begun.
       sharing: whether any are to be shared.
-      groups: the strategy with groups of owners that is weighed too, for fewer matrices than owners.
+      groups: the strategy with groups of owners that is weighed too.
     """
 
     leaf: BoundLeaf
@@ -306,9 +306,7 @@ class _Chooser:
                     yield [self._joined(strategy, start, room, workload, each), last]
         yield [self._slice(strategy, start, count, workload)]
 
-    def _holds(
-        self, strategy: Strategy, into: OpenRound, count: int, workload: Workload
-    ) -> bool:
+    def _holds(self, strategy: Strategy, into: OpenRound, count: int, workload: Workload) -> bool:
         """Whether the workspace has room for a round's results with those of more matrices.
 
         A round of one shape writes the results of all replicas where they stay. Shapes that share

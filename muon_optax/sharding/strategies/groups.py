@@ -91,8 +91,9 @@ class Groups(AllToAll):
 
     def reason(self, leaf: BoundLeaf, count: int, workload: Workload) -> str:
         matrices = "matrix" if count == 1 else "matrices"
-        groups = workload.owners // self.group
-        return f"{count} {matrices} for {groups} groups of {self.group} devices, which split each"
+        groups = self.round_size(workload)
+        owners = f"{groups} group{'s' * (groups > 1)} of {self.group} devices"
+        return f"{count} {matrices} for {owners}, which split each"
 
     def receive(self, matrices: ShardedMatrices, x: jax.Array) -> jax.Array:
         return self.shared((matrices,)).receive((x,))

@@ -67,7 +67,7 @@ class ShardedMatrices:
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """Where there are fewer matrices than owners, the owner of each, or the first of a group."""
+        """Where there are fewer matrices than owners, that of each, or the first of its group."""
         groups = _Owners(self.shards // self.group, self.replicas)
         first = rest_owners(self.first_owner // self.group, self.count, groups)
         return tuple((first * self.group).tolist())
