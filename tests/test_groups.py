@@ -191,7 +191,8 @@ def test_half_precision_is_that_of_one_device(dtypes):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_a_shard_map(check_vma):
     mesh, specs = make_mesh({"r": 2, "f": 4}), {k: leaf.spec for k, leaf in HSDP.items()}
-    views, options = sharded.views(HSDP), {"device": SLOW, "ns_method": "standard"}
+    views = sharded.views(HSDP)
+    options: Any = {"device": SLOW, "ns_method": "standard"}
     tx = scale_by_muon(FAST, weight_dimension_numbers=views, param_shardings=specs, **options)
     mapped = sharded.mapped_updates(HSDP, tx, mesh, check_vma)
     grads = sharded.gradients(HSDP)
@@ -238,7 +239,7 @@ def test_members_under_vmap_and_derivatives():
     mesh, grads = make_mesh({"f": 8}), sharded.gradients(leaves)
     two = {k: np.stack([x, 2 * x[::-1]]).astype(np.float32) for k, x in grads.items()}
     where = {k: NamedSharding(mesh, P(None, *leaf.spec)) for k, leaf in leaves.items()}
-    options = {"ns_method": "standard"}
+    options: Any = {"ns_method": "standard"}
     alone, tx = scale_by_muon(FAST, **options), scale_by_muon(FAST, device=SLOW, **options)
 
     def slope(tx, members):
