@@ -134,9 +134,9 @@ def test_what_is_sent_is_what_the_plan_says_and_none_is_in_a_branch(name):
 
 
 def test_the_bytes_and_flops_of_a_round():
-    """By hand: the longest slices, and two sums of 8 x 8 and one of an entry in each pair."""
+    """By hand: the longest slices, and in pairs two sums of 36 entries, a triangle, and one of 1."""
     found = planned("fsdp")
-    assert found.bytes == 2 * 64 * 8 // 2 * 4 * 7 // 8 + (2 * 8 * 8 + 1) * 4
+    assert found.bytes == 2 * 64 * 8 // 2 * 4 * 7 // 8 + (2 * 36 + 1) * 4
     assert found.flops == 2 * (4 * 8 * 8 * 64 // 2 + 2 * 8**3)
     assert found.seconds == pytest.approx(found.bytes / 1e12 + found.flops / 1e9)
 
@@ -172,20 +172,55 @@ def test_every_schedule_is_that_of_one_device(options):
 
 
 @pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", None), ("float16", None)])
-def test_half_precision_is_that_of_one_device(dtypes):
+def test_half_precision_is_as_near_to_single_precision_as_on_one_device(dtypes):
     own, compute = dtypes
     options = {"weight_dimension_numbers": sharded.views(FSDP), "ns_dtype": compute}
     options["ns_method"] = "standard"
-    alone, tx = scale_by_muon(**options, strategy="local"), scale_by_muon(**options, device=SLOW)
+    single = scale_by_muon(**{**options, "ns_dtype": "float32"}, strategy="local")
+    tx = scale_by_muon(**options, device=SLOW)
     grad = {k: jnp.asarray(g, own) for k, g in sharded.gradients(FSDP).items()}
     placed = jax.device_put(grad, sharded.shardings(FSDP, make_mesh({"f": 8})))
     assert " ppermute[" in str(jax.make_jaxpr(tx.update)(placed, tx.init(placed)))
     got = jax.jit(tx.update)(placed, tx.init(placed))[0]
-    want = jax.jit(alone.update)(grad, alone.init(grad))[0]
+    exact = {k: g.astype("float32") for k, g in grad.items()}
+    want = jax.jit(single.update)(exact, single.init(exact))[0]
     for name, leaf in FSDP.items():
         assert got[name].dtype == own
         blocks = leaf.blocks(np.asarray(want[name], np.float64))
         assert sharded.worst_error(leaf, np.asarray(got[name], np.float64), blocks) <= 4e-2
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "options", "width"),
+    [
+        (("bfloat16", None), {}, 2),
+        (("float32", "bfloat16"), {}, 2),
+        (("bfloat16", "float32"), {}, 4),
+        (("float16", None), {}, 2),
+        (("bfloat16", None), {"ns_method": "gram"}, 4),
+    ],
+)
+def test_gram_matrices_are_sent_in_float16_where_matmuls_have_half_precision(
+    dtypes, options, width
+):
+    own, compute = dtypes
+    options = {"ns_method": "standard", "ns_dtype": compute, "device": SLOW, **options}
+    tx = scale_by_muon(FAST, **options)
+    grad = jnp.asarray(Leaf((8, 48), P("f")).gradient(0), own)
+    placed = jax.device_put(grad, NamedSharding(make_mesh({"f": 8}), P("f")))
+    traced = str(jax.make_jaxpr(tx.update)(placed, tx.init(placed)))
+    sent = re.findall(r":(\w+)\[36\][^\n]* = ppermute\[", traced)
+    name = {2: "f16", 4: "f32"}[width]
+    assert set(sent) == {name}
+    shape = jax.ShapeDtypeStruct(grad.shape, grad.dtype)
+    mesh: Any = AbstractMesh((8,), ("f",))
+    found = plan(shape, NamedSharding(mesh, P("f")), ns_coeffs=FAST, **options)
+    (row,) = found.rows
+    exchanges = int(math.log2(row.group))
+    slices = 2 * 8 * 48 // row.group * jnp.dtype(row.dtype).itemsize * 7 // 8
+    assert found.bytes == slices + exchanges * (
+        len(sent) // exchanges * (36 * width + 4 * (width == 2)) + 4
+    )
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

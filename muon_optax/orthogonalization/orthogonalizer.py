@@ -223,6 +223,23 @@ class NewtonSchulz:
         is_complex = jnp.issubdtype(own, jnp.complexfloating)
         return wide_dtype(dtype, jnp.complex64) if is_complex else dtype
 
+    def sum_dtype(self, method: Literal["standard", "gram"], own: DTypeLike) -> jnp.dtype:
+        """The dtype that devices with slices of a matrix of dtype `own` sum Gram matrices in.
+
+        float16 for half-precision matmuls of the standard method, where eleven bits are more than a
+        square or a factor keeps in bfloat16: `benchmarks/adversarial.py` finds no input on which a
+        singular value grows more for it, but 1.35 of its bound by bfloat16's eight bits. In the
+        Gram method rounding errors add up.
+
+        Example:
+          >>> NewtonSchulz(resolve_schedule("jordan")).sum_dtype("standard", "bfloat16")
+          dtype('float16')
+        """
+        matmuls = self.matmul_dtype(jnp.dtype(own))
+        if method == "standard" and matmuls.itemsize < 4:
+            return jnp.dtype(jnp.float16)
+        return wide_dtype(matmuls)
+
     def flops(self, m: int, n: int, dtype: DTypeLike = "float32") -> int:
         """FLOPs for one m×n matrix of `dtype`, all matmuls counted as dense.
 

@@ -209,6 +209,7 @@ def _workload(leaf: BoundLeaf, newton_schulz: NewtonSchulz | None) -> Workload:
     # A function of the user's is counted as if it were the default iteration.
     counted = newton_schulz or NewtonSchulz(resolve_schedule())
     flops = sum(k * counted.flops(m, n, dtype) for k, m, n in leaf.view.dense_matrices)
+    method = counted.chosen_method(rows, columns, dtype)
     mesh = leaf.sharding.mesh
     return Workload(
         rows,
@@ -220,7 +221,8 @@ def _workload(leaf: BoundLeaf, newton_schulz: NewtonSchulz | None) -> Workload:
         sizes=() if mesh is None else tuple(mesh.shape.items()),
         newton_schulz=newton_schulz,
         results_are_replicated=leaf.result_sharding is not None,
-        method=counted.chosen_method(rows, columns, dtype),
+        method=method,
+        sum_itemsize=counted.sum_dtype(method, dtype).itemsize,
     )
 
 

@@ -22,6 +22,7 @@ class Workload:
       newton_schulz: the iteration that runs; None for a function of the user's.
       results_are_replicated: whether results go unsharded to every device, not back as slices.
       method: of the iteration, for a matrix of this shape.
+      sum_itemsize: bytes of an entry of a Gram matrix that devices sum in each step.
       longest: elements of the matrix that those of a round are padded to where they are sent, if
         that isn't rows * columns.
     """
@@ -36,6 +37,7 @@ class Workload:
     newton_schulz: NewtonSchulz | None = None
     results_are_replicated: bool = False
     method: Literal["standard", "gram"] = "standard"
+    sum_itemsize: int = 4
     longest: int | None = None
 
     def count(self, axes: tuple[str, ...]) -> int:

@@ -14,12 +14,14 @@ import numpy as np
 
 from muon_optax.orthogonalization import GramCollectives, NewtonSchulz
 from muon_optax.sharding.bound_leaf import BoundLeaf
+from muon_optax.sharding.group_sums import Group, add, larger
 from muon_optax.sharding.planning.workload import Workload
 from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer
 from muon_optax.sharding.strategies.all_to_all import AllToAll
 from muon_optax.sharding.strategies.flat_exchange import FlatExchange
 from muon_optax.sharding.strategies.sharded_matrices import ShardedMatrices, axis_to_cut
 from muon_optax.sharding.trace_context import as_varying, varying_axes
+from muon_optax.sharding.triangle import triangle_entries
 
 __all__ = ["GroupExchange", "Groups"]
 
@@ -29,9 +31,10 @@ class Groups(AllToAll):
     """As all_to_all, with groups of g neighbours for owners.
 
     For a matrix of m x n, m <= n, with b bytes an element, over N shards: 2 mn b/g (N - 1)/N bytes,
-    log2(g) T m^2 4 bytes from the others of the group, as Gram matrices are float32, and
-    T (4 m^2 n/g + 2 m^3) FLOPs by T steps of the standard method; the Gram method sums once for
-    each of its passes, and divides its matmuls with X by g. A round has N/g matrices.
+    log2(g) T 9/16 m^2 s bytes from the others of the group, as the triangle of a Gram matrix is
+    summed with s bytes an entry, and T (4 m^2 n/g + 2 m^3) FLOPs by T steps of the standard method;
+    the Gram method sums once for each of its passes, and divides its matmuls with X by g. A round
+    has N/g matrices.
 
     Attributes:
       group: g, a power of two.
@@ -60,10 +63,14 @@ class Groups(AllToAll):
         return self._rounds(count, workload) * each
 
     def summed_bytes(self, count: int, workload: Workload) -> int:
-        """Gram matrices of each sum, and once the largest entry, in float32 at least."""
-        entries = _sums(workload) * workload.rows**2 + 1
-        width = max(4, workload.itemsize)
-        return self._rounds(count, workload) * self._exchanges * entries * width
+        """The triangles of Gram matrices, and once the largest entry, in float32 at least.
+
+        With triangles in half precision goes a factor of each.
+        """
+        itemsize, wide = workload.sum_itemsize, max(4, workload.itemsize)
+        triangle = triangle_entries(workload.rows) * itemsize + (4 if itemsize < 4 else 0)
+        sent = _sums(workload) * triangle + wide
+        return self._rounds(count, workload) * self._exchanges * sent
 
     def joined(self, one: Workload, other: Workload) -> Workload:
         return dataclasses.replace(
@@ -84,7 +91,8 @@ class Groups(AllToAll):
         return self._rounds(count, workload) * each
 
     def collectives(self, workload: Workload) -> int:
-        return 2 + self._exchanges * (_sums(workload) + 1)
+        each = 1 if workload.sum_itemsize >= 4 else 2
+        return 2 + self._exchanges * (_sums(workload) * each + 1)
 
     def round_size(self, workload: Workload) -> int:
         return workload.owners // self.group
@@ -138,13 +146,15 @@ class GroupExchange(FlatExchange):
         """Orthogonalises this device's part of the matrix of its group."""
         iteration, view = orthogonalizer.newton_schulz, self._first.leaf.view
         assert iteration is not None
-        collectives = GramCollectives(
-            maximum=lambda v: self._over_group(jax.lax.stop_gradient(v), jnp.maximum),
-            reduce=self._total,
-        )
         method = iteration.chosen_method(view.fan_in, view.fan_out, x.dtype)
+        dtype = iteration.sum_dtype(method, x.dtype)
+        group = Group(self._first.leaf.shard_axes, self._first.shards, self._first.group)
+        collectives = GramCollectives(
+            maximum=lambda v: group.over(jax.lax.stop_gradient(v), larger),
+            reduce=lambda a: group.total_gram(a, dtype),
+        )
         wide = self._by_kind(self._wide, x)
-        y = orthogonalizer.slices(wide, -1, collectives, self._total, method)
+        y = orthogonalizer.slices(wide, -1, collectives, lambda v: group.over(v, add), method)
         return self._by_kind(self._flat, y)
 
     @property
@@ -182,24 +192,6 @@ class GroupExchange(FlatExchange):
         part = y[:m, :n].T if _is_tall(kind) else y[:m, :n]
         whole = kind.part.leaf.view.merge_stack([part[None]])
         return self._padded(kind.part.disassemble(whole).reshape(kind.shards, -1))
-
-    def _total(self, x: jax.Array) -> jax.Array:
-        return self._over_group(x, jnp.add)
-
-    def _over_group(
-        self, x: jax.Array, combine: Callable[[jax.Array, jax.Array], jax.Array]
-    ) -> jax.Array:
-        """`combine` over the devices of each group, to the same bits on all of them.
-
-        It commutes. With each exchange twice as many have been combined.
-        """
-        axes, shards = self._first.leaf.shard_axes, self._first.shards
-        distance = 1
-        while distance < self._first.group:
-            pairs = [(i, i ^ distance) for i in range(shards)]
-            x = combine(x, jax.lax.ppermute(x, axes, pairs))
-            distance *= 2
-        return x
 
 
 def _is_tall(kind: ShardedMatrices) -> bool:
