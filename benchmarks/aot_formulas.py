@@ -9,8 +9,8 @@ restarts. Where R replicas share the work, L is ceil(L / R), and each receives t
 others. Matrices of different shapes that are sharded over the same axes may be in one round of N
 owners of an all_to_all, in which each slice is as long as the longest: 2 mn b f of the largest.
 So may those that groups of g devices own, by 2 mn b f / g of the largest, and what a group sends
-within itself: log2(g) (T m² 4 + 4), in T steps with the most rows of the round, for Gram matrices
-and the largest entry.
+within itself: log2(g) (T (9/16 m² 2 + 4) + 4), in T steps with the most rows of the round, for
+triangles of Gram matrices in float16, a factor of each, and the largest entry.
 """
 
 import collections
@@ -92,7 +92,8 @@ class Kind:
         owned = math.ceil(count / sharing) * group / self.shards
         rows = min(self.fan_in, self.fan_out)
         slices = 2 * math.ceil(owned) * self.bytes / group * (self.shards - 1) / self.shards
-        return slices, math.ceil(owned) * math.log2(group) * (STEPS * rows**2 + 1) * 4
+        sums = STEPS * (2 * rows**2 * 9 / 16 + 4) + 4
+        return slices, math.ceil(owned) * math.log2(group) * sums
 
     def from_replicas(self, count: int, sharing: int) -> float:
         """The results of other replicas."""

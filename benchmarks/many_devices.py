@@ -99,7 +99,7 @@ def seconds_in_groups(sizes: Sizes, mesh: tuple[int, int], group: int, model: De
         rows, columns = max(m for _, m, _ in each), max(n for *_, n in each)
         longest = max(m * n for _, m, n in each)
         total += 2 * longest * 2 / group * (shards - 1) / shards / far + 2 * model.latency
-        total += exchanges * (steps * 4 * rows**2 / near + (steps + 1) * model.latency)
+        total += exchanges * (steps * 2 * 9 / 16 * rows**2 / near + (2 * steps + 1) * model.latency)
         total += steps * (4 * rows**2 * columns / group + 2 * rows**3) / model.rate(2)
     results = sum(count * m * n * 2 / shards for count, m, n in own)
     return total + results * (replicas - 1) / from_replicas

@@ -134,7 +134,7 @@ def test_what_is_sent_is_what_the_plan_says_and_none_is_in_a_branch(name):
 
 
 def test_the_bytes_and_flops_of_a_round():
-    """By hand: the longest slices, and in pairs two sums of 36 entries, a triangle, and one of 1."""
+    """By hand: the longest slices, and in pairs sums of 36, 36 and 1 entries."""
     found = planned("fsdp")
     assert found.bytes == 2 * 64 * 8 // 2 * 4 * 7 // 8 + (2 * 36 + 1) * 4
     assert found.flops == 2 * (4 * 8 * 8 * 64 // 2 + 2 * 8**3)

@@ -39,8 +39,8 @@ _WORKSPACE_MATRICES = 6
 # for DeepSeek-V3 on 64 H100s took off .02 of the time, and a tenth more to compile.
 _LEAST_GAIN = 0.01
 
-# The same for groups of owners. They send more in all, though less of it between nodes, and what
-# they send in the middle of the iteration is under no matmul, while all else may be.
+# The same for groups of owners, and more if they receive more bytes: what they send in the middle
+# of the iteration is under no matmul, while all else may be.
 _LEAST_GAIN_OF_GROUPS = 0.15
 
 
@@ -174,15 +174,22 @@ def _in_groups_if_faster(
     device: DeviceModel,
     best: list[Bucket],
 ) -> list[Bucket]:
-    """The plan with groups of owners that takes least time, where they take much off it.
+    """The plan with groups of owners, where they take much off the time of this or smaller groups.
 
     All devices work on what a group works on: no matmuls are free, as if later ones filled them.
     """
     peaks = dict.fromkeys(floors, 0.0)
-    fastest = min((planned(peaks, "all", each) for each in GROUPS), key=_seconds_of)
-    seconds, gain = _seconds_of(best), _seconds_of(best) - _seconds_of(fastest)
-    is_much = gain > max(_LEAST_GAIN_OF_GROUPS * seconds, device.latency)
-    return fastest if is_much else best
+    for strategy in GROUPS:
+        in_groups = planned(peaks, "all", strategy)
+        gain = _seconds_of(best) - _seconds_of(in_groups)
+        more = max(1.0, _received_by(in_groups) / max(1, _received_by(best)))
+        if gain > max(_LEAST_GAIN_OF_GROUPS * more * _seconds_of(best), device.latency):
+            best = in_groups
+    return best
+
+
+def _received_by(buckets: Iterable[Bucket]) -> int:
+    return sum(work_slice.cost.bytes for bucket in buckets for work_slice in bucket.slices)
 
 
 def _seconds_of(buckets: Iterable[Bucket]) -> float:
