@@ -16,7 +16,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -34,6 +34,7 @@ from muon_optax.orthogonalization import (
     Schedule,
     orthogonalizer,
 )
+from muon_optax.sharding.group_sums import Group, larger
 
 Function = Callable[[jax.Array], jax.Array]
 
@@ -45,9 +46,9 @@ ROUNDINGS: dict[str, tuple[str, int | None]] = {
     "float32, TF32 matmuls": ("float32", 10),
     "float32, bfloat16 matmuls": ("float32", 7),
 }
-METHODS = ("standard", "gram", "gram on slices")
+METHODS = ("standard", "standard on slices", "gram", "gram on slices")
 QUICK = {"xla_backend_optimization_level": 0}
-SLICES = 4
+SLICES = 8
 
 
 def bound(rounding: str) -> float:
@@ -66,12 +67,13 @@ def own_maximum(schedule: Schedule) -> float:
 def iteration(schedule: Schedule, method: str, rounding: str) -> Function:
     """The iteration on a stack of wide matrices, to be compiled, with a kind of rounding."""
     dtype, bits = ROUNDINGS[rounding]
-    config = NewtonSchulz(schedule, "standard" if method == "standard" else "gram", dtype)
+    name: Literal["standard", "gram"] = "gram" if method.startswith("gram") else "standard"
+    config = NewtonSchulz(schedule, name, dtype)
 
     def run(x: jax.Array) -> jax.Array:
         with products_that_round(bits):
-            if method == "gram on slices":
-                return _on_slices(config, x)
+            if method.endswith("on slices"):
+                return _on_slices(config, x, name)
             traced_anew: Any = orthogonalizer._orthogonalize
             return traced_anew.__wrapped__(config, x)
 
@@ -83,12 +85,15 @@ def compiled(function: Function) -> Function:
     return jax.jit(function, compiler_options=QUICK)
 
 
-def _on_slices(config: NewtonSchulz, x: jax.Array) -> jax.Array:
+def _on_slices(
+    config: NewtonSchulz, x: jax.Array, method: Literal["standard", "gram"]
+) -> jax.Array:
+    group = Group("d", SLICES, SLICES)
     collectives = GramCollectives(
-        maximum=lambda x: jax.lax.pmax(jax.lax.stop_gradient(x), "d"),
-        reduce=lambda x: jax.lax.psum(x, "d"),
+        maximum=lambda x: group.over(jax.lax.stop_gradient(x), larger),
+        reduce=lambda a: group.total_gram(a, config.sum_dtype(method, x.dtype)),
     )
-    local = jax.vmap(lambda x: config.on_slices(x, collectives), axis_name="d")
+    local = jax.vmap(lambda x: config.on_slices(x, collectives, method=method), axis_name="d")
     return jnp.concatenate(list(local(jnp.stack(jnp.split(x, SLICES, -1)))), -1)
 
 

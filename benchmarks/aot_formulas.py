@@ -8,6 +8,9 @@ with L matrices m x n (m <= n) of b bytes an element, N devices to a replica, f 
 restarts. Where R replicas share the work, L is ceil(L / R), and each receives the results of the
 others. Matrices of different shapes that are sharded over the same axes may be in one round of N
 owners of an all_to_all, in which each slice is as long as the longest: 2 mn b f of the largest.
+So may those that groups of g devices own, by 2 mn b f / g of the largest, and what a group sends
+within itself: log2(g) (T (9/16 m² 2 + 4) + 4), in T steps with the most rows of the round, for
+triangles of Gram matrices in float16, a factor of each, and the largest entry.
 """
 
 import collections
@@ -25,7 +28,7 @@ from muon_optax.views.matrix_view import bind_view, is_view
 
 __all__ = ["Kind", "chosen_bytes", "fewest_bytes", "ideal_flops", "largest_bytes"]
 
-ITEMSIZE, RESTARTS = 2, 1
+ITEMSIZE, RESTARTS, STEPS = 2, 1, 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +87,14 @@ class Kind:
             "gram": 2 * (1 + RESTARTS) * owned * short**2 * 4 * (n - 1),
         }[strategy]
 
+    def in_group(self, count: int, sharing: int, group: int) -> tuple[float, float]:
+        """Bytes for matrices that groups own: from all shards, and from a group's other devices."""
+        owned = math.ceil(count / sharing) * group / self.shards
+        rows = min(self.fan_in, self.fan_out)
+        slices = 2 * math.ceil(owned) * self.bytes / group * (self.shards - 1) / self.shards
+        sums = STEPS * (2 * rows**2 * 9 / 16 + 4) + 4
+        return slices, math.ceil(owned) * math.log2(group) * sums
+
     def from_replicas(self, count: int, sharing: int) -> float:
         """The results of other replicas."""
         return math.ceil(count / sharing) * self.bytes / self.shards * (sharing - 1)
@@ -105,15 +116,19 @@ class Kind:
 def chosen_bytes(promised: Plan, model: ModelOnMesh) -> float:
     """The formulas' bytes of what a plan chose."""
     kinds = {path: kind for path, kind, *_ in _of(model)}
-    in_rounds: dict[Any, float] = collections.defaultdict(float)
+    in_rounds: dict[Any, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
     total = 0.0
     for i, row in enumerate(promised.rows):
         kind, sharing = kinds[row.leaves[0]], math.prod(model.sizes[a] for a in row.share_axes)
         total += kind.from_replicas(row.count, sharing)
-        inside = kind.inside(row.strategy, row.count, sharing)
+        inside = (
+            kind.in_group(row.count, sharing, row.group)
+            if row.group > 1
+            else (kind.inside(row.strategy, row.count, sharing), 0.0)
+        )
         name = ("row", i) if row.round is None else ("round", row.round)
-        in_rounds[name] = max(in_rounds[name], inside)
-    return total + sum(in_rounds.values())
+        in_rounds[name] = list(map(max, in_rounds[name], inside))
+    return total + sum(map(sum, in_rounds.values()))
 
 
 def fewest_bytes(model: ModelOnMesh) -> float:

@@ -1,13 +1,15 @@
-"""The plan's time of an update on very many devices, and what groups of owners would make of it.
+"""The plan's time where there are more devices than matrices, and that of each size of groups.
 
     python benchmarks/many_devices.py
 
-Nothing is compiled or run: times are those of the device models, with nothing overlapped. A group
-is so many neighbours that split each of its matrices along the long side, sum Gram matrices among
-themselves, and all iterate them: an owner of `plan` is one device. Groups aren't built.
+Nothing is compiled or run: times are those of the device models, with nothing overlapped. Columns
+2, 4 and 8 have all matrices owned by groups of so many neighbours, in as few rounds as possible,
+each with matrices padded to the largest of it; the last has what the plan takes, which may cut some
+matrices otherwise, as slices must be cut in equal parts.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,77 +24,115 @@ from muon_optax import DeviceModel, MuonDimensionNumbers, muon, plan
 from muon_optax.orthogonalization import NewtonSchulz, resolve_schedule
 from muon_optax.sharding.planning.device_models import DEVICES
 
+Sizes = list[tuple[int, int, int]]
+
 # (how many, fan-in, fan-out) of the matrices. Of DeepSeek-V3 all but the experts' kernels, which
 # are whole on their devices where these are sharded over experts alone.
-MODELS = {
-    "Llama-3-70B": [(240, 8192, 28672), (160, 8192, 8192), (160, 8192, 1024)],
-    "Llama-3-405B": [(378, 16384, 53248), (252, 16384, 16384), (252, 16384, 1024)],
+MODELS: dict[str, Sizes] = {
+    "Llama-3-8B": [(64, 4096, 14336), (32, 14336, 4096), (64, 4096, 4096), (64, 4096, 1024)],
+    "Llama-3-70B": [(160, 8192, 28672), (80, 28672, 8192), (160, 8192, 8192), (160, 8192, 1024)],
+    "Llama-3-405B": [
+        (252, 16384, 53248),
+        (126, 53248, 16384),
+        (252, 16384, 16384),
+        (252, 16384, 1024),
+    ],
     "DeepSeek-V3, dense": [
-        (9, 7168, 18432),
+        (6, 7168, 18432),
+        (3, 18432, 7168),
         (61, 16384, 7168),
         (61, 1536, 24576),
-        (174, 7168, 2048),
+        (116, 7168, 2048),
+        (58, 2048, 7168),
         (61, 7168, 1536),
         (61, 512, 32768),
         (61, 7168, 576),
     ],
 }
-GROUP = 8
+# Sizes of the mesh: replicas, and devices that each matrix's rows are sharded over.
+MESHES = {
+    "Llama-3-8B": [(1, 256), (1, 512), (8, 64)],
+    "Llama-3-70B": [(1, 512), (2, 512), (4, 512)],
+    "Llama-3-405B": [(2, 512), (4, 512), (8, 512), (16, 512)],
+    "DeepSeek-V3, dense": [(1, 512), (2, 512), (4, 512)],
+}
+GROUPS = (2, 4, 8)
 STACK = MuonDimensionNumbers(1, 2)
 
 
-def planned(sizes: list[tuple[int, int, int]], devices: int, model: DeviceModel) -> Any:
-    """The plan of the matrices, rows sharded over 512 devices, the others being replicas."""
-    shards = min(devices, 512)
-    mesh = AbstractMesh((devices // shards, shards), ("replica", "fsdp"))
-    where = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
+def planned(sizes: Sizes, mesh: tuple[int, int], model: DeviceModel, strategy: str) -> Any:
+    """The plan of the matrices, stacked by shape."""
+    where = NamedSharding(AbstractMesh(mesh, ("replica", "fsdp")), PartitionSpec(None, "fsdp"))
     shapes = {
         f"w{i}": jax.ShapeDtypeStruct((count, *size), "bfloat16")
         for i, (count, *size) in enumerate(sizes)
     }
     options = {"muon_weight_dimension_numbers": STACK, "param_shardings": where}
-    return plan(muon(0.02, device=model, **options), shapes)
+    return plan(muon(0.02, device=model, strategy=strategy, **options), shapes)
 
 
-def rounds(sizes: list[tuple[int, int, int]], owners: int) -> Iterator[tuple[int, int]]:
-    """The largest matrix of each round of owners, rows and columns."""
-    left = 0
+def rounds(sizes: Sizes, owners: int) -> Iterator[Sizes]:
+    """The matrices of each round of owners, the largest first."""
+    round_, left = [], owners
     for count, *size in sorted(sizes, key=lambda x: -x[1] * x[2]):
-        for _ in range(-(-max(0, count - left) // owners)):
-            yield min(size), max(size)
-            left += owners
-        left -= count
+        while count:
+            taken = min(count, left)
+            round_.append((taken, min(size), max(size)))
+            count, left = count - taken, left - taken
+            if not left:
+                yield round_
+                round_, left = [], owners
+    if round_:
+        yield round_
 
 
-def seconds_in_groups(sizes: list[tuple[int, int, int]], devices: int, model: DeviceModel) -> float:
-    """The time if each matrix is split by a group: slices in and out, Gram matrices, matmuls."""
-    iteration, total = NewtonSchulz(resolve_schedule()), 0.0
-    passes = iteration.schedule.passes
-    far = model.bandwidth if devices <= model.node_size else model.slow_bandwidth
-    for rows, columns in rounds(sizes, devices // GROUP):
-        with_slices, steps = iteration.gram_flops(rows, columns, is_half=True)
-        total += 2 * rows * columns * 2 / GROUP / far + 2 * model.latency
-        summed = 2 * rows**2 * 4 * (GROUP - 1) / GROUP
-        total += passes * (summed / model.bandwidth + model.latency)
-        total += (with_slices / GROUP + steps) / model.rate(2)
-    return total
+def seconds_in_groups(sizes: Sizes, mesh: tuple[int, int], group: int, model: DeviceModel) -> float:
+    """The time if groups split each matrix: slices in and out, sums in each step, matmuls."""
+    replicas, shards = mesh
+    axes: dict[str, int] = {"replica": replicas, "fsdp": shards}
+    far, from_replicas = (model.bandwidth_over((axis,), axes) for axis in ("fsdp", "replica"))
+    near = model.bandwidth_in_groups(("fsdp",), axes, group)
+    steps, exchanges = len(NewtonSchulz(resolve_schedule()).schedule.rows), int(math.log2(group))
+    own = [(-(-count // replicas), m, n) for count, m, n in sizes]
+    total = model.latency * (replicas > 1)
+    for each in rounds(own, shards // group):
+        rows, columns = max(m for _, m, _ in each), max(n for *_, n in each)
+        longest = max(m * n for _, m, n in each)
+        total += 2 * longest * 2 / group * (shards - 1) / shards / far + 2 * model.latency
+        total += exchanges * (steps * 2 * 9 / 16 * rows**2 / near + (2 * steps + 1) * model.latency)
+        total += steps * (4 * rows**2 * columns / group + 2 * rows**3) / model.rate(2)
+    results = sum(count * m * n * 2 / shards for count, m, n in own)
+    return total + results * (replicas - 1) / from_replicas
+
+
+def chosen(found: Any) -> str:
+    """The sizes of the groups that a plan has, most matrices first."""
+    groups: dict[int, int] = {}
+    for row in found.rows:
+        groups[row.group] = groups.get(row.group, 0) + row.count
+    return ", ".join(str(g) for g in sorted(groups, key=lambda g: -groups[g]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--devices", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     arguments = parser.parse_args()
-    print("| | " + " | ".join(f"{n:,}" for n in arguments.devices) + " |")
-    print("|---" * (1 + len(arguments.devices)) + "|")
-    for name, sizes in MODELS.items():
+    header = ["", "replicas x shards", "one owner", *map(str, GROUPS), "the plan", "its groups"]
+    print("| " + " | ".join(header) + " |")
+    print("|---" * len(header) + "|")
+    for name in arguments.models:
         for device in ("h100", "tpu_v5p"):
-            model = DEVICES[device]
-            cells = [
-                f"{planned(sizes, n, model).seconds * 1e3:.0f}, "
-                f"{seconds_in_groups(sizes, n, model) * 1e3:.0f}"
-                for n in arguments.devices
-            ]
-            print(f"| {name}, {device} | " + " | ".join(cells) + " |")
+            for mesh in MESHES[name]:
+                sizes, model = MODELS[name], DEVICES[device]
+                found = planned(sizes, mesh, model, "auto")
+                times = [
+                    planned(sizes, mesh, model, "all_to_all").seconds,
+                    *(seconds_in_groups(sizes, mesh, group, model) for group in GROUPS),
+                    found.seconds,
+                ]
+                cells = [f"{name}, {device}", " x ".join(f"{n:,}" for n in mesh)]
+                cells += [f"{seconds * 1e3:.1f}" for seconds in times]
+                print("| " + " | ".join([*cells, chosen(found)]) + " |")
 
 
 if __name__ == "__main__":

@@ -31,10 +31,29 @@ def test_plans_keep_to_the_formulas(layout, devices, received):
     model = model_on("llama3-8b", layout, devices=devices, scanned=True)
     mesh = AbstractMesh(tuple(model.sizes.values()), tuple(model.sizes))
     where = model.shardings(mesh)
-    promised = plan(model.params, where, muon_weight_dimension_numbers=model.views, device="h100")
+    options = {"muon_weight_dimension_numbers": model.views, "device": "h100"}
+    options["strategy"] = "auto" if devices == 8 else "all_to_all"
+    promised = plan(model.params, where, **options)
     assert promised.bytes == chosen_bytes(promised, model) == fewest_bytes(model) == received
     assert promised.flops == ideal_flops(model)
     assert largest_bytes(model) == LARGEST
+
+
+@pytest.mark.parametrize(
+    ("layout", "group", "shards", "aim"),
+    [("fsdp_rows", 2, 512, 9e-3), ("fsdp_tp", 2, 512, 9e-3), ("hsdp_64", 2, 64, 11e-3)],
+)
+def test_more_devices_than_matrices_are_groups(layout, group, shards, aim):
+    model = model_on("llama3-8b", layout, devices=512, scanned=True)
+    mesh = AbstractMesh(tuple(model.sizes.values()), tuple(model.sizes))
+    options = {"muon_weight_dimension_numbers": model.views, "device": "h100"}
+    promised = plan(model.params, model.shardings(mesh), **options)
+    assert {(row.strategy, row.group, row.round) for row in promised.rows} == {("groups", group, 0)}
+    received = 2 * LARGEST / group * (shards - 1) / shards + 5 * (2 * 4096**2 * 9 / 16 + 4) + 4
+    received += MATRICES / 64 * 7 / 8 if shards == 64 else 0
+    assert promised.bytes == chosen_bytes(promised, model) == received
+    assert promised.flops == 5 * (4 * 4096**2 * 14336 / group + 2 * 4096**3)
+    assert promised.seconds < aim
 
 
 def test_kinds_that_lie_across_each_other_go_together_where_that_sends_less():

@@ -54,9 +54,10 @@ def test_mutation_finds_no_large_singular_value(schedule, method, rounding, star
 
 
 @pytest.mark.parametrize("rounding", HALVES)
+@pytest.mark.parametrize("method", ["standard on slices", "gram on slices"])
 @pytest.mark.parametrize("schedule", [SCHEDULES["turbo"], BARE], ids=name)
-def test_nor_on_slices(schedule, rounding, start):
-    function = adversarial.compiled(adversarial.iteration(schedule, "gram on slices", rounding))
+def test_nor_on_slices(schedule, method, rounding, start):
+    function = adversarial.compiled(adversarial.iteration(schedule, method, rounding))
     assert_small(adversarial.largest(function, start), schedule, rounding)
 
 
@@ -69,9 +70,10 @@ def test_nor_does_gradient_ascent(schedule, method, start):
     assert_small(values, SCHEDULES[schedule], "bfloat16")
 
 
+@pytest.mark.parametrize("method", ["gram", "standard on slices"])
 @pytest.mark.parametrize("schedule", ["turbo", "modded_nanogpt"])
-def test_nor_does_the_reported_input(schedule):
-    iterated = adversarial.iteration(SCHEDULES[schedule], "gram", "bfloat16")
+def test_nor_does_the_reported_input(schedule, method):
+    iterated = adversarial.iteration(SCHEDULES[schedule], method, "bfloat16")
     function = adversarial.compiled(iterated)
     for x in adversarial.reported(np.random.default_rng(0)):
         assert_small(adversarial.largest(function, x), SCHEDULES[schedule], "bfloat16")

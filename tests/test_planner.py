@@ -18,6 +18,8 @@ from benchmarks.compiled import read_program
 from muon_optax import DeviceModel, MatrixView, muon, orthogonalize, scale_by_muon
 from muon_optax import MuonDimensionNumbers as Dims
 from muon_optax.orthogonalization import NewtonSchulz, resolve_schedule
+from muon_optax.sharding.planning import planner
+from muon_optax.sharding.planning.chooser import Chooser
 from muon_optax.sharding.planning.loads import rest_owners
 from muon_optax.sharding.planning.workload import Workload
 
@@ -161,16 +163,34 @@ def test_replicas_share_work_unless_their_network_is_too_slow(bandwidth, axes):
 @pytest.mark.parametrize(("others", "strategy"), [(7, "all_to_all"), (0, "gather")])
 def test_a_matrix_is_not_repeated_where_later_ones_keep_the_other_devices_busy(others, strategy):
     fast_network = DeviceModel("fast network", 1e9, 1e9, 1e12, latency=0.0)
-    leaves = {"large": ((64, 256), P("f"))} | {
+    # No group can own it together, as its slices can't be cut in two.
+    leaves = {"large": ((64, 255), P("f"))} | {
         f"small_{i}": ((64, 248), P("f")) for i in range(others)
     }
     found = chosen(leaves, device=fast_network)
     rows = {row.leaves[0]: row.strategy for row in found.rows}
     assert rows["large"] == strategy  # a gather receives half of it
-    flops = NewtonSchulz(resolve_schedule()).flops(64, 256)
+    flops = NewtonSchulz(resolve_schedule()).flops(64, 255)
     assert found.flops == flops
     exchange = sum(row.bytes for row in found.rows) / 1e12
     assert found.seconds == pytest.approx(flops / 1e9 + exchange)
+
+
+@pytest.mark.parametrize(("counts", "plans"), [((8, 16), 2), ((8, 9), 2), ((9, 9), 6), ((3, 4), 9)])
+def test_rounds_that_nothing_can_share_are_not_planned_again(monkeypatch, counts, plans):
+    """Twice for each way of sharing that there is, and once for each size of groups."""
+    made = []
+
+    class Counted(Chooser):
+        def slices(self, count):
+            made.append(count)
+            return super().slices(count)
+
+    monkeypatch.setattr(planner, "Chooser", Counted)
+    planner.plan_leaves.cache_clear()
+    leaves = {f"w{n}": ((count, 64, 8 * n), P(None, "f")) for n, count in enumerate(counts, 3)}
+    chosen(leaves)
+    assert sorted(made) == sorted(counts * plans)
 
 
 IMPOSSIBLE = [

@@ -144,12 +144,14 @@ def test_the_workspace_bounds_a_chunk():
 
 
 def test_figures_of_ones_own_decide():
-    tree = {f"w{i}": struct(256, 256) for i in range(2)}
+    tree = {f"w{i}": struct(256, 256) for i in range(8)}
+    two = {name: tree[name] for name in ("w0", "w1")}
     rows = on(AbstractMesh((8,), ("fsdp",)), P("fsdp"))
     slow_link = DeviceModel("slow link", 1e15, 1e15, bandwidth=1e6, latency=0.0)
     slow_chip = DeviceModel("slow chip", 1e6, 1e6, bandwidth=1e12, latency=0.0)
     assert plan({"w": struct(256, 256)}, rows, device=slow_link).rows[0].strategy == "gather"
     assert plan(tree, rows, device=slow_chip).rows[0].strategy == "all_to_all"
+    assert plan(two, rows, device=slow_chip).rows[0].strategy == "groups"
     with pytest.raises(ValueError, match="device must be one of"):
         plan(tree, rows, device="abacus")
 

@@ -293,7 +293,7 @@ def llama(layers, sizes, spec, **options):
 
 @pytest.mark.parametrize(("layers", "devices"), [(32, 512), (8, 64)])
 def test_all_of_a_llama_goes_in_one_round(layers, devices):
-    found = llama(layers, {"fsdp": devices}, P("fsdp"))
+    found = llama(layers, {"fsdp": devices}, P("fsdp"), strategy="all_to_all")
     assert [row.round for row in found.rows] == [0] * 4
     assert found.bytes == 2 * 14336 * 4096 * 2 * (devices - 1) // devices
     sent, matmuls = found.bytes / 50e9 + 2e-5, found.rows[0].flops / 989e12
@@ -301,7 +301,7 @@ def test_all_of_a_llama_goes_in_one_round(layers, devices):
 
 
 def test_replicas_share_the_round_too():
-    found = llama(32, {"replica": 8, "fsdp": 64}, P("fsdp"))
+    found = llama(32, {"replica": 8, "fsdp": 64}, P("fsdp"), strategy="all_to_all")
     a_layer = sum(n * 2 * rows * columns for n, (rows, columns) in LLAMA.values())
     own = 32 * a_layer // 64
     assert found.bytes == 2 * 14336 * 4096 * 2 * 63 // 64 + own * 7 // 8

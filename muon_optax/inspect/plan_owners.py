@@ -13,21 +13,31 @@ _RANGES = 3  # that a table shows
 
 
 def owners_of(work_slice: WorkSlice, leaf: BoundLeaf) -> tuple[int, ...]:
-    """The owner of each matrix of a rest; of full rounds nothing, as every device owns as many."""
-    axes, first = work_slice.replica_axes, work_slice.first_owner
-    matrices = ShardedMatrices(leaf, work_slice.count, axes, first)
-    is_rest = work_slice.count < matrices.shards * matrices.replicas
+    """The owner of each matrix of a rest, or the first device of the group that owns it.
+
+    Of full rounds nothing, as every device owns as many.
+    """
+    axes, first, group = work_slice.replica_axes, work_slice.first_owner, work_slice.strategy.group
+    matrices = ShardedMatrices(leaf, work_slice.count, axes, first, group=group)
+    is_rest = work_slice.count < matrices.shards * matrices.replicas // group
     return matrices.owners if work_slice.strategy.has_owners and is_rest else ()
 
 
-def owners_text(owners: Iterable[int]) -> str:
+def owners_text(owners: Iterable[int], group: int = 1) -> str:
     """The owners, for a table.
 
+    Args:
+      owners: their numbers, or those of the first device of each group.
+      group: devices that own a matrix together.
+
+    Returns:
+      The numbers of all.
+
     Example:
-      >>> owners_text((0, 1, 2, 5))
-      'owners 0-2, 5'
+      >>> owners_text((0, 1, 2, 5)), owners_text((4, 6), 2)
+      ('owners 0-2, 5', 'owners 4-7')
     """
-    return f"owners {_ranges(sorted(owners))}"
+    return f"owners {_ranges(sorted(i + k for i in owners for k in range(group)))}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

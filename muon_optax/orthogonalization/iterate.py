@@ -28,7 +28,8 @@ class GramCollectives(NamedTuple):
     Attributes:
       maximum: (L, 1, 1) local maxima -> their maxima over the devices.
       reduce: (L, m, m) local Gram matrices -> (l, m, m), the sums of those that this device owns.
-      to_all: (l, ...) results of the owned matrices -> (L, ...), those of all matrices.
+      to_all: (l, ...) results of the owned matrices -> (L, ...), those of all matrices; nothing is
+        to be done where every device owns all of them.
     """
 
     maximum: Map = identity
@@ -39,7 +40,14 @@ class GramCollectives(NamedTuple):
 ALONE = GramCollectives()
 
 
-def standard(x: jax.Array, schedule: Schedule, *, axis: int, precision: str | None) -> jax.Array:
+def standard(
+    x: jax.Array,
+    schedule: Schedule,
+    *,
+    axis: int,
+    precision: str | None,
+    total: Map = identity,
+) -> jax.Array:
     """The iteration as it is written: two matmuls of X's size and one small one a step.
 
     Args:
@@ -47,6 +55,8 @@ def standard(x: jax.Array, schedule: Schedule, *, axis: int, precision: str | No
       schedule: the coefficients and the normalisation.
       axis: the long axis, -1 or -2.
       precision: as in `jax.lax.dot_general`.
+      total: (..., m, m) Gram matrices of slices along `axis` -> their sum over the devices that
+        hold the slices of a matrix, on each of these; by default `x` is whole.
 
     Returns:
       An array like `x`.
@@ -58,7 +68,7 @@ def standard(x: jax.Array, schedule: Schedule, *, axis: int, precision: str | No
 
     scale = None
     for step, row in enumerate(schedule.rows):
-        a = gram_matrix(x, axis, precision)
+        a = total(gram_matrix(x, axis, precision))
         if step == 0:
             a, a2, scale = precondition(a, schedule, square)
         else:

@@ -8,7 +8,7 @@ from jax import lax
 
 from muon_optax.orthogonalization.coefficients import Preconditioning, Schedule
 
-__all__ = ["Map", "identity", "near_one", "precondition", "scaled"]
+__all__ = ["Map", "identity", "inverse_power_of_two", "near_one", "precondition", "scaled"]
 
 Map = Callable[[jax.Array], jax.Array]
 
@@ -37,7 +37,7 @@ def near_one(x: jax.Array, maximum: Map = identity) -> jax.Array:
     """
     size = maximum(jnp.max(jnp.abs(x), (-2, -1), keepdims=True))
     # The result of the iteration does not depend on this factor, so neither does its derivative.
-    return scaled(x, lax.stop_gradient(_inverse_power_of_two(size)))
+    return scaled(x, lax.stop_gradient(inverse_power_of_two(size)))
 
 
 def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
@@ -119,7 +119,7 @@ def _nonzero(x: jax.Array) -> jax.Array:
     return jnp.where(x == 0, 1, x)
 
 
-def _inverse_power_of_two(size: jax.Array) -> jax.Array:
+def inverse_power_of_two(size: jax.Array) -> jax.Array:
     """2^−e for 2^e <= size < 2^(e+1), from the bits: frexp fails under vmap on an Explicit mesh."""
     info = jnp.finfo(size.dtype)
     integer = jnp.dtype(f"int{info.bits}")

@@ -130,9 +130,14 @@ class NewtonSchulz:
         return None if precision is None else precision not in _FULL_PRECISION
 
     def on_slices(
-        self, x: jax.Array, collectives: iterate.GramCollectives, *, axis: Literal[-1, -2] = -1
+        self,
+        x: jax.Array,
+        collectives: iterate.GramCollectives,
+        *,
+        axis: Literal[-1, -2] = -1,
+        method: Literal["standard", "gram"] = "gram",
     ) -> jax.Array:
-        """The Gram method on matrices of which each device holds a slice of the long axis.
+        """The iteration on matrices of which each device holds a slice of the long axis.
 
         Only Gram matrices, their results, and a scalar or a row of scales for each matrix are
         communicated; the slices stay where they are.
@@ -141,6 +146,7 @@ class NewtonSchulz:
           x: (L, m, n_local), or (L, n_local, m) for ``axis=-2``.
           collectives: the sums over devices, and who owns which matrix.
           axis: the axis that is sliced.
+          method: 'standard' sums a Gram matrix in each step, and needs all of them on each device.
 
         Returns:
           This device's slices of the results, like `x`.
@@ -159,7 +165,10 @@ class NewtonSchulz:
         if not x.size:
             return x
         y = _normalized(x, self.matmul_dtype(x.dtype), collectives.maximum)
-        return self._gram(y, axis, collectives).astype(x.dtype)
+        if method == "gram":
+            return self._gram(y, axis, collectives).astype(x.dtype)
+        y = lax.optimization_barrier(y)  # as for whole matrices, see `_orthogonalize`
+        return self._standard(y, axis, collectives.reduce).astype(x.dtype)
 
     def chosen_method(self, m: int, n: int, dtype: DTypeLike) -> Literal["standard", "gram"]:
         """The method for m×n matrices of `dtype`.
@@ -214,6 +223,23 @@ class NewtonSchulz:
         is_complex = jnp.issubdtype(own, jnp.complexfloating)
         return wide_dtype(dtype, jnp.complex64) if is_complex else dtype
 
+    def sum_dtype(self, method: Literal["standard", "gram"], own: DTypeLike) -> jnp.dtype:
+        """The dtype that devices with slices of a matrix of dtype `own` sum Gram matrices in.
+
+        float16 for half-precision matmuls of the standard method, where eleven bits are more than a
+        square or a factor keeps in bfloat16: `benchmarks/adversarial.py` finds no input on which a
+        singular value grows more for it, but 1.35 of its bound by bfloat16's eight bits. In the
+        Gram method rounding errors add up.
+
+        Example:
+          >>> NewtonSchulz(resolve_schedule("jordan")).sum_dtype("standard", "bfloat16")
+          dtype('float16')
+        """
+        matmuls = self.matmul_dtype(jnp.dtype(own))
+        if method == "standard" and matmuls.itemsize < 4:
+            return jnp.dtype(jnp.float16)
+        return wide_dtype(matmuls)
+
     def flops(self, m: int, n: int, dtype: DTypeLike = "float32") -> int:
         """FLOPs for one m×n matrix of `dtype`, all matmuls counted as dense.
 
@@ -244,14 +270,14 @@ class NewtonSchulz:
         matmuls = (6 if is_half else 4) * passes * m**2 * n
         return matmuls, (8 * len(self.schedule.rows) - 6 * passes) * m**3
 
-    def _standard(self, x: jax.Array, axis: Literal[-1, -2]) -> jax.Array:
+    def _standard(self, x: jax.Array, axis: Literal[-1, -2], total: Map = identity) -> jax.Array:
         schedule, precision = self.schedule, self.precision
         rounds = self.rounds(x.dtype)
         if rounds:
             schedule = schedule.with_safety()
         elif rounds is None and not schedule.withstands_rounding:
             precision = "highest"
-        return iterate.standard(x, schedule, axis=axis, precision=precision)
+        return iterate.standard(x, schedule, axis=axis, precision=precision, total=total)
 
     def _gram(
         self,

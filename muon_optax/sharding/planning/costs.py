@@ -35,7 +35,7 @@ def estimate(
     count: int,
     workload: Workload,
     device: DeviceModel,
-    received_before: int | None = None,
+    joins: Workload | None = None,
 ) -> Cost:
     """Cost of `count` matrices under a strategy.
 
@@ -44,8 +44,9 @@ def estimate(
       count: L, the number of matrices.
       workload: their shape, dtype and sharding.
       device: the device model.
-      received_before: where they join others in a round, bytes that a device receives in it without
-        them: only the growth of the round is counted, and no latency.
+      joins: where they join others in a round, what that is as large as without them: only the
+        growth of what a device receives in it is counted, and no latency; and only the growth of
+        the FLOPs, where all devices work on matrices of its sizes.
 
     Returns:
       The cost.
@@ -53,11 +54,16 @@ def estimate(
     n, r = workload.shards, workload.replicas
     per_replica = -(-count // r)
     received = strategy.received_bytes(per_replica, workload)
+    summed = strategy.summed_bytes(per_replica, workload)
     flops = strategy.flops(per_replica, workload)
     from_replicas = per_replica * workload.result_bytes * (r - 1)
     collectives = strategy.collectives(workload) * (n > 1) + (r > 1)
-    if received_before is not None:
-        received, collectives = max(0, received - received_before), 0
+    if joins is not None:
+        both, collectives = strategy.joined(joins, workload), 0
+        received = strategy.received_bytes(1, both) - strategy.received_bytes(1, joins)
+        summed = strategy.summed_bytes(1, both) - strategy.summed_bytes(1, joins)
+        if strategy.group > 1:
+            flops = strategy.flops(1, both) - strategy.flops(1, joins)
     sizes = dict(workload.sizes)
     seconds = (
         flops / device.rate(workload.itemsize)
@@ -65,4 +71,7 @@ def estimate(
         + from_replicas / device.bandwidth_over(workload.replica_axes, sizes)
         + device.latency * collectives
     )
-    return Cost(received + from_replicas, flops, seconds)
+    if summed:
+        group = strategy.group
+        seconds += summed / device.bandwidth_in_groups(workload.shard_axes, sizes, group)
+    return Cost(received + summed + from_replicas, flops, seconds)

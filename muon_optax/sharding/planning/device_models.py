@@ -1,8 +1,10 @@
 """Figures of accelerators, by which strategies are compared."""
 
 import dataclasses
+import math
 
 import jax
+import numpy as np
 
 from muon_optax._internal.checks import check_number
 
@@ -76,6 +78,30 @@ class DeviceModel:
                 own = self.bandwidth if reach <= self.node_size else self.slow_bandwidth
                 found.append(given.get(axis, own))
         return min(found)
+
+    def bandwidth_in_groups(
+        self, axes: tuple[str, ...], sizes: dict[str, int], group: int
+    ) -> float:
+        """Bytes/s within groups of so many devices that follow one another along mesh axes.
+
+        Example:
+          >>> cluster = DeviceModel("mine", 1e15, 5e14, 4e11, node_size=8, slow_bandwidth=5e10)
+          >>> sizes = {"fsdp": 16, "tp": 4}
+          >>> [cluster.bandwidth_in_groups(("fsdp", "tp"), sizes, n) for n in (8, 16)]
+          [400000000000.0, 50000000000.0]
+        """
+        names = list(sizes)
+        numbers = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        order = [*(a for a in names if a not in axes), *axes]
+        grouped = numbers.transpose([names.index(a) for a in order]).reshape(-1, group)
+        nodes = grouped // self.node_size
+        own = self.bandwidth if (nodes == nodes[:, :1]).all() else self.slow_bandwidth
+        given, found, inner = dict(self.axis_bandwidth), [], 1
+        for axis in reversed(axes):
+            if inner < group and sizes[axis] > 1:
+                found.append(given.get(axis, own))
+            inner *= sizes[axis]
+        return min(found, default=own)
 
 
 # Dense peaks and link rates from the vendors' data sheets; a CPU device is a core's share. Batches

@@ -4,47 +4,44 @@ Leaves whose matrices have one shape, one dtype and one sharding form a bucket. 
 compared by their cost alone. Where one has owners, a bucket's matrices go to them in full rounds,
 one for each device; the remainder is a slice of the work of its own, whose owners are chosen so
 that the busiest device has as little to do as possible. Where that costs less, the remainders of
-several buckets share a round, in which their owners follow one another.
+several buckets share a round, in which their owners follow one another. Where there are more
+devices than matrices, owners are groups of devices if that takes much off the time.
 """
 
 import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import get_args
 
 import jax.numpy as jnp
 
 from muon_optax._internal.tree_paths import raise_all
 from muon_optax.orthogonalization import NewtonSchulz, resolve_schedule
 from muon_optax.sharding.bound_leaf import BoundLeaf
-from muon_optax.sharding.planning.buckets import Bucket, WorkSlice, group_leaves
-from muon_optax.sharding.planning.costs import estimate
+from muon_optax.sharding.planning.buckets import Bucket, group_leaves
+from muon_optax.sharding.planning.chooser import Chooser, Sharing
 from muon_optax.sharding.planning.device_models import DeviceModel
 from muon_optax.sharding.planning.loads import Loads
-from muon_optax.sharding.planning.shared_rounds import OpenRound, OpenRounds, numbered
+from muon_optax.sharding.planning.shared_rounds import OpenRounds, numbered
 from muon_optax.sharding.planning.workload import Workload
-from muon_optax.sharding.runtime.orthogonalizer import group_size
-from muon_optax.sharding.strategies import STRATEGIES, Strategy
+from muon_optax.sharding.strategies import GROUPS, STRATEGIES, Strategy
 
 __all__ = ["least_workspace", "plan_leaves"]
 
-# The default of `max_workspace_bytes`, at least; `_Chooser._chunk` says how six matrices are used.
+# The default of `max_workspace_bytes`, at least; `Chooser._chunk` says how six matrices are used.
 _LEAST_WORKSPACE = 2**28
 _WORKSPACE_MATRICES = 6
-
-# Which remainders share rounds: none, those for which that is fastest, or all that can, over all
-# replicas and in as few rounds as possible.
-Sharing = Literal["none", "fastest", "all"]
 
 # The part of the time that sharing rounds must take off, a latency at least, to be worth a program
 # with branches; and as much again for each slice of the work that it compiles more. Seven slices
 # for DeepSeek-V3 on 64 H100s took off .02 of the time, and a tenth more to compile.
 _LEAST_GAIN = 0.01
 
-# How many latencies sending a chunk takes at least, where matmuls hide it.
-_LATENCIES = 5
+# The same for groups of owners, and more if they receive more bytes: what they send in the middle
+# of the iteration is under no matmul, while all else may be.
+_LEAST_GAIN_OF_GROUPS = 0.15
 
 
 @functools.lru_cache(maxsize=256)
@@ -74,34 +71,89 @@ def plan_leaves(
     largest = max((w.matrix_bytes for w in workloads.values()), default=0)
     budget = max_workspace_bytes or max(_LEAST_WORKSPACE, _WORKSPACE_MATRICES * largest)
     _check_strategies(filled.values(), newton_schulz)
-    groups = group_leaves(filled, workloads, newton_schulz)
-    groups = sorted(groups, key=lambda members: -workloads[leaves[members[0]].key].flops)
-    # A shared round is as large as its first matrix.
-    by_bytes = sorted(groups, key=lambda members: -workloads[leaves[members[0]].key].matrix_bytes)
+    work = [
+        _BucketWork(members, tuple(leaves[i] for i in members), workloads[leaves[members[0]].key])
+        for members in group_leaves(filled, workloads, newton_schulz)
+    ]
+    work = sorted(work, key=lambda each: -each.workload.flops)
 
-    def planned(floors: Mapping[tuple, float], sharing: Sharing) -> list[Bucket]:
-        loads = {sizes: Loads(sizes) for sizes in floors}
-        rounds, buckets = OpenRounds(), []
-        for members in by_bytes if sharing == "all" else groups:
-            leaf = leaves[members[0]]
-            workload = workloads[leaf.key]
-            of_mesh = loads[workload.sizes], floors[workload.sizes]
-            are_single = all(leaves[i].count == 1 for i in members)
-            chooser = _Chooser(
-                leaf, workload, device, *of_mesh, budget, are_single, rounds, sharing
-            )
-            slices = chooser.slices(sum(leaves[i].count for i in members))
-            buckets.append(Bucket(members, leaf, tuple(slices)))
-        return numbered(buckets)
+    def planned(
+        floors: Mapping[tuple, float], sharing: Sharing, groups: Strategy | None = None
+    ) -> list[Bucket]:
+        # A shared round is as large as its first matrix.
+        ordered = sorted(work, key=lambda each: -each.workload.matrix_bytes * (sharing == "all"))
+        loads, rounds = {sizes: Loads(sizes) for sizes in floors}, OpenRounds()
+        return numbered(
+            [
+                each.planned(loads, floors, device, budget, rounds, sharing, groups)
+                for each in ordered
+            ]
+        )
 
-    best = _fastest(planned, _least_peaks(filled.values(), workloads), device)
+    floors = _least_peaks(filled.values(), workloads)
+    can_share = sum(each.leaves_rest for each in work) > 1
+    best = _fastest(planned, floors, device, get_args(Sharing) if can_share else ("none",))
+    owned = [each for each in work if each.workload.owners > 1]
+    if owned and all(each.count < each.workload.owners for each in owned):
+        best = _in_groups_if_faster(planned, floors, device, best)
     return tuple(_without_lone_skip(best, device))
+
+
+@dataclasses.dataclass(frozen=True)
+class _BucketWork:
+    """A bucket that is to be planned.
+
+    Attributes:
+      members: as in `Bucket`.
+      leaves: the members' records.
+      workload: of its matrices.
+    """
+
+    members: tuple[int, ...]
+    leaves: tuple[BoundLeaf, ...]
+    workload: Workload
+
+    @property
+    def count(self) -> int:
+        """How many matrices it has."""
+        return sum(leaf.count for leaf in self.leaves)
+
+    @property
+    def leaves_rest(self) -> bool:
+        """Whether a round of owners would be incomplete."""
+        return self.count % self.workload.owners > 0
+
+    def planned(
+        self,
+        loads: Mapping[tuple, Loads],
+        floors: Mapping[tuple, float],
+        device: DeviceModel,
+        budget: int,
+        rounds: OpenRounds,
+        sharing: Sharing,
+        groups: Strategy | None,
+    ) -> Bucket:
+        """The bucket as a `Chooser` plans it, to which the arguments go."""
+        chooser = Chooser(
+            leaf=self.leaves[0],
+            workload=self.workload,
+            device=device,
+            loads=loads[self.workload.sizes],
+            floor=floors[self.workload.sizes],
+            budget=budget,
+            are_single=all(leaf.count == 1 for leaf in self.leaves),
+            rounds=rounds,
+            sharing=sharing,
+            groups=groups,
+        )
+        return Bucket(self.members, self.leaves[0], tuple(chooser.slices(self.count)))
 
 
 def _fastest(
     planned: Callable[[Mapping[tuple, float], Sharing], list[Bucket]],
     floors: dict[tuple, float],
     device: DeviceModel,
+    sharings: Sequence[Sharing],
 ) -> list[Bucket]:
     """The plan that takes least time, with shared rounds only if these are worth it.
 
@@ -110,11 +162,34 @@ def _fastest(
     """
     peaks = dict.fromkeys(floors, 0.0), floors
     best, *shared = (
-        min((planned(each, sharing) for each in peaks), key=_seconds_of)
-        for sharing in get_args(Sharing)
+        min((planned(each, sharing) for each in peaks), key=_seconds_of) for sharing in sharings
     )
     worth = (each for each in sorted(shared, key=_seconds_of) if _is_worth(each, best, device))
     return next(worth, best)
+
+
+def _in_groups_if_faster(
+    planned: Callable[[Mapping[tuple, float], Sharing, Strategy], list[Bucket]],
+    floors: Iterable[tuple],
+    device: DeviceModel,
+    best: list[Bucket],
+) -> list[Bucket]:
+    """The plan with groups of owners, where they take much off the time of this or smaller groups.
+
+    All devices work on what a group works on: no matmuls are free, as if later ones filled them.
+    """
+    peaks = dict.fromkeys(floors, 0.0)
+    for strategy in GROUPS:
+        in_groups = planned(peaks, "all", strategy)
+        gain = _seconds_of(best) - _seconds_of(in_groups)
+        more = max(1.0, _received_by(in_groups) / max(1, _received_by(best)))
+        if gain > max(_LEAST_GAIN_OF_GROUPS * more * _seconds_of(best), device.latency):
+            best = in_groups
+    return best
+
+
+def _received_by(buckets: Iterable[Bucket]) -> int:
+    return sum(work_slice.cost.bytes for bucket in buckets for work_slice in bucket.slices)
 
 
 def _seconds_of(buckets: Iterable[Bucket]) -> float:
@@ -131,7 +206,7 @@ def _is_worth(shared: Sequence[Bucket], apart: Sequence[Bucket], device: DeviceM
 def least_workspace(strategy: Strategy, leaf: BoundLeaf) -> int:
     """Bytes of workspace on a device while it handles one matrix of a leaf at a time."""
     matrix = leaf.view.fan_in * leaf.view.fan_out * jnp.dtype(leaf.dtype).itemsize
-    return (strategy.copies_held + 2) * matrix
+    return (strategy.copies_held + 2) * matrix // strategy.group
 
 
 def _workload(leaf: BoundLeaf, newton_schulz: NewtonSchulz | None) -> Workload:
@@ -141,6 +216,7 @@ def _workload(leaf: BoundLeaf, newton_schulz: NewtonSchulz | None) -> Workload:
     # A function of the user's is counted as if it were the default iteration.
     counted = newton_schulz or NewtonSchulz(resolve_schedule())
     flops = sum(k * counted.flops(m, n, dtype) for k, m, n in leaf.view.dense_matrices)
+    method = counted.chosen_method(rows, columns, dtype)
     mesh = leaf.sharding.mesh
     return Workload(
         rows,
@@ -152,6 +228,8 @@ def _workload(leaf: BoundLeaf, newton_schulz: NewtonSchulz | None) -> Workload:
         sizes=() if mesh is None else tuple(mesh.shape.items()),
         newton_schulz=newton_schulz,
         results_are_replicated=leaf.result_sharding is not None,
+        method=method,
+        sum_itemsize=counted.sum_dtype(method, dtype).itemsize,
     )
 
 
@@ -179,209 +257,6 @@ def _check_strategies(leaves: Iterable[BoundLeaf], newton_schulz: NewtonSchulz |
                 f"possible: {possible}"
             )
     raise_all(problems, "these leaves can't have the strategy asked for:")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Chooser:
-    """Chooses the strategies of one bucket.
-
-    Attributes:
-      leaf: stands for the bucket's leaves.
-      workload: of its matrices, divided over all the axes that can divide it.
-      device: as in `plan_leaves`.
-      loads: FLOPs of the devices so far; the chosen slices' are added.
-      floor: FLOPs that the busiest device is taken to have in the end, at least.
-      budget: bytes of workspace for one chunk.
-      are_single: whether each leaf has one matrix.
-      rounds: those that other buckets have begun.
-      sharing: whether any are to be shared.
-    """
-
-    leaf: BoundLeaf
-    workload: Workload
-    device: DeviceModel
-    loads: Loads
-    floor: float
-    budget: int
-    are_single: bool
-    rounds: OpenRounds
-    sharing: Sharing
-
-    def slices(self, count: int) -> list[WorkSlice]:
-        """The cheapest way: all matrices under one strategy, or full rounds and a rest."""
-        options = [
-            option
-            for workload in self._divided_or_not()
-            for strategy in self._strategies(workload)
-            for option in self._options(strategy, count, workload)
-        ]
-        if self.sharing == "all":
-            options = [o for o in options if self._can_share(o[-1])] or options
-        best = min(options, key=lambda slices: sum(map(self._price, slices)))
-        return [self._taken(work_slice) for work_slice in best]
-
-    def _divided_or_not(self) -> list[Workload]:
-        """The work divided over replicas, if there are any, and repeated on each."""
-        repeated = dataclasses.replace(self.workload, replica_axes=())
-        return [self.workload, repeated] if self.workload.replica_axes else [repeated]
-
-    def _strategies(self, workload: Workload) -> list[Strategy]:
-        """The one that is asked for, or those that 'auto' weighs."""
-        possible = [
-            s
-            for s in STRATEGIES.values()
-            if s.why_impossible(self.leaf, self.workload.newton_schulz) is None
-            and (s.communicates or not workload.replica_axes)
-        ]
-        if self.leaf.strategy != "auto":
-            return [s for s in possible if s.name == self.leaf.strategy]
-        return [s for s in possible if s.is_candidate(self.leaf, workload)]
-
-    def _options(self, strategy: Strategy, count: int, workload: Workload) -> list[list[WorkSlice]]:
-        """Ways to handle all matrices: of a strategy with owners, full rounds and any rest."""
-        if not strategy.has_owners:
-            return [[self._slice(strategy, 0, count, workload)]]
-        rounds = count // workload.owners * workload.owners
-        full = [self._slice(strategy, 0, rounds, workload)] if rounds else []
-        if rounds == count:
-            return [full]
-        return [
-            [*full, *rest]
-            for s in self._strategies(workload)
-            for rest in self._rests(s, rounds, count - rounds, workload)
-        ]
-
-    def _rests(
-        self, strategy: Strategy, start: int, count: int, workload: Workload
-    ) -> Iterator[list[WorkSlice]]:
-        """Fewer matrices than owners: in a round that has room, or one of their own, or both."""
-        if self.sharing != "none" and strategy.shares_rounds:
-            for each in self.rounds.for_rest(strategy, self.leaf, workload):
-                room = each.free * workload.replicas
-                if not self._holds(each, min(count, room), workload):
-                    continue
-                if count <= room:
-                    yield [self._joined(strategy, start, count, workload, each)]
-                elif self.sharing == "all":  # takes as long, and leaves more room in the new round
-                    last = self._slice(strategy, start + room, count - room, workload)
-                    yield [self._joined(strategy, start, room, workload, each), last]
-        yield [self._slice(strategy, start, count, workload)]
-
-    def _holds(self, into: OpenRound, count: int, workload: Workload) -> bool:
-        """Whether the workspace has room for a round's results with those of more matrices.
-
-        A round of one shape writes the results of all replicas where they stay. Shapes that share
-        one get theirs in one flat array, which is cut then.
-        """
-        return into.results + count * workload.result_bytes <= self.budget
-
-    def _joined(
-        self, strategy: Strategy, start: int, count: int, workload: Workload, into: OpenRound
-    ) -> WorkSlice:
-        """Matrices for the owners in a round that have none."""
-        reason = f"{count} in the round of {into.first_leaf}"
-        return dataclasses.replace(
-            self._slice(strategy, start, count, workload),
-            first_owner=into.next_owner,
-            cost=estimate(strategy, count, workload, self.device, into.received),
-            reason=reason if self.leaf.strategy == "auto" else f"asked for; {reason}",
-            round=into.number,
-        )
-
-    def _can_share(self, work_slice: WorkSlice) -> bool:
-        """Whether these are fewer matrices than owners, who may get others in the same round."""
-        is_divided = work_slice.replica_axes == self.workload.replica_axes
-        return work_slice.skips and work_slice.strategy.shares_rounds and is_divided
-
-    def _slice(self, strategy: Strategy, start: int, count: int, workload: Workload) -> WorkSlice:
-        skips = strategy.has_owners and count < workload.owners
-        return WorkSlice(
-            start,
-            count,
-            strategy,
-            replica_axes=workload.replica_axes,
-            first_owner=self.loads.best_first_owner(count, workload) if skips else 0,
-            chunk=self._chunk(strategy, count, workload),
-            cost=estimate(strategy, count, workload, self.device),
-            reason=self._reason(strategy, count, workload),
-            skips=skips,
-        )
-
-    def _chunk(self, strategy: Strategy, count: int, workload: Workload) -> int:
-        """Matrices to send at once, as many as the workspace holds.
-
-        Each that a device works on takes as many copies as the strategy holds, and two are on their
-        way: the chunks before and after.
-        """
-        held = self.budget // max(1, workload.matrix_bytes)
-        at_once = max(1, (held - 2) // strategy.copies_held)
-        if self.device.overlaps and strategy.communicates:
-            # The first chunk has nothing to arrive under and the last one nothing to leave under.
-            # So chunks are small: as few matrices as take much longer to send than the latency.
-            bandwidth = self.device.bandwidth_over(workload.shard_axes, dict(workload.sizes))
-            seconds = workload.matrix_bytes / bandwidth
-            at_once = min(at_once, max(1, math.ceil(_LATENCIES * self.device.latency / seconds)))
-        elif not strategy.communicates and self.are_single and self.leaf.sharding.is_known:
-            elements = workload.rows * workload.columns
-            at_once = min(at_once, group_size(count, elements, self.device.batch_elements))
-        round_size = strategy.round_size(workload)
-        if at_once * round_size >= count:
-            return count
-        return round_size * self._evenly(at_once, round_size)
-
-    def _evenly(self, at_once: int, round_size: int) -> int:
-        """About so many rounds, if possible such that they cut a leaf in equal chunks.
-
-        Equal chunks are a loop, and compiled once.
-        """
-        rounds = range(at_once, at_once // 2, -1)
-        return next((n for n in rounds if self.leaf.count % (n * round_size) == 0), at_once)
-
-    def _reason(self, strategy: Strategy, count: int, workload: Workload) -> str:
-        if not self.leaf.sharding.is_known:
-            return "sharding unknown: left to the partitioner; give param_shardings"
-        if self.leaf.strategy != "auto":
-            return "asked for"
-        return strategy.reason(self.leaf, count, workload)
-
-    def _price(self, work_slice: WorkSlice) -> float:
-        """Seconds that a slice of the work adds.
-
-        Matmuls of some devices are free below what the busiest device will have in the end. Those
-        that every device does never are: what comes later can't go to another.
-        """
-        if not work_slice.skips:
-            return work_slice.cost.seconds
-        peak = self.loads.peak_with(
-            work_slice.first_owner, work_slice.count, self._workload_of(work_slice)
-        )
-        return self._seconds(work_slice, max(0, peak - max(self.floor, self.loads.peak)))
-
-    def _taken(self, work_slice: WorkSlice) -> WorkSlice:
-        """The slice as it is planned: its FLOPs are the growth of the highest load."""
-        before = self.loads.peak
-        if work_slice.skips:
-            workload = self._workload_of(work_slice)
-            if work_slice.round is None:  # a part of the rest may have been placed since
-                first = self.loads.best_first_owner(work_slice.count, workload)
-                work_slice = dataclasses.replace(work_slice, first_owner=first)
-            self.loads.add_to_rest(work_slice.first_owner, work_slice.count, workload)
-            if work_slice.strategy.shares_rounds:
-                number = self.rounds.take(work_slice, self.leaf, workload)
-                work_slice = dataclasses.replace(work_slice, round=number)
-        else:
-            self.loads.add_to_all(work_slice.cost.flops)
-        added = self.loads.peak - before
-        cost = dataclasses.replace(work_slice.cost, seconds=self._seconds(work_slice, added))
-        return dataclasses.replace(work_slice, cost=cost, added=added)
-
-    def _workload_of(self, work_slice: WorkSlice) -> Workload:
-        return dataclasses.replace(self.workload, replica_axes=work_slice.replica_axes)
-
-    def _seconds(self, work_slice: WorkSlice, flops: float) -> float:
-        """The slice's collectives, and matmuls of so many FLOPs."""
-        spared = work_slice.cost.flops - flops
-        return work_slice.cost.seconds - spared / self.device.rate(self.workload.itemsize)
 
 
 def _without_lone_skip(buckets: Sequence[Bucket], device: DeviceModel) -> Sequence[Bucket]:

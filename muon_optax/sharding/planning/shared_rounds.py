@@ -20,9 +20,9 @@ class OpenRound:
       number: by which slices of the work name it.
       first_leaf: path of a leaf of the slice that began it.
       kind: equal for all that may share it.
-      next_owner: the owner that follows those that have a matrix.
-      free: owners without a matrix, in each replica.
-      received: bytes that a device receives of the other shards.
+      next_owner: the owner that follows those that have a matrix, the first of a group.
+      free: owners without a matrix, or groups, in each replica.
+      size: matrices that it is as large as.
       results: bytes of the results that a device gets, those of other replicas included.
     """
 
@@ -31,7 +31,7 @@ class OpenRound:
     kind: Any
     next_owner: int
     free: int
-    received: int
+    size: Workload
     results: int
 
 
@@ -51,26 +51,26 @@ class OpenRounds:
     def take(self, work_slice: WorkSlice, leaf: BoundLeaf, workload: Workload) -> int:
         """Puts a rest into its round, or makes one; returns the number."""
         each = -(-work_slice.count // workload.replicas)
-        received = work_slice.strategy.received_bytes(each, workload)
+        size, group = workload, work_slice.strategy.group
         number = len(self._rounds) if work_slice.round is None else work_slice.round
         kind = _kind(work_slice.strategy, leaf, workload)
         results = work_slice.count * workload.result_bytes
-        path, free = leaf.path, workload.shards
+        path, free = leaf.path, workload.shards // group
         if work_slice.round is not None:
             before = self._rounds[number]
             path, free = before.first_leaf, before.free
-            received = max(before.received, received)
+            size = work_slice.strategy.joined(before.size, workload)
             results += before.results
         replica, shard = divmod(work_slice.first_owner, workload.shards)
-        next_owner = replica * workload.shards + (shard + each) % workload.shards
-        self._rounds[number] = OpenRound(
-            number, path, kind, next_owner, free - each, received, results
-        )
+        next_owner = replica * workload.shards + (shard + each * group) % workload.shards
+        self._rounds[number] = OpenRound(number, path, kind, next_owner, free - each, size, results)
         return number
 
 
 def _kind(strategy: Strategy, leaf: BoundLeaf, workload: Workload) -> tuple:
-    return strategy.name, leaf.round_key, workload.replica_axes
+    kind = strategy, leaf.round_key, workload.replica_axes
+    # A group's devices all run one program, so that its round has one method.
+    return kind if strategy.group == 1 else (*kind, workload.method)
 
 
 def numbered(buckets: Sequence[Bucket]) -> list[Bucket]:

@@ -1,6 +1,7 @@
 """The sizes that a bucket's cost depends on."""
 
 import dataclasses
+from typing import Literal
 
 from muon_optax.orthogonalization import NewtonSchulz, Schedule
 
@@ -20,6 +21,10 @@ class Workload:
       sizes: size of each mesh axis, as pairs in the mesh's order.
       newton_schulz: the iteration that runs; None for a function of the user's.
       results_are_replicated: whether results go unsharded to every device, not back as slices.
+      method: of the iteration, for a matrix of this shape.
+      sum_itemsize: bytes of an entry of a Gram matrix that devices sum in each step.
+      longest: elements of the matrix that those of a round are padded to where they are sent, if
+        that isn't rows * columns.
     """
 
     rows: int
@@ -31,6 +36,9 @@ class Workload:
     sizes: tuple[tuple[str, int], ...]
     newton_schulz: NewtonSchulz | None = None
     results_are_replicated: bool = False
+    method: Literal["standard", "gram"] = "standard"
+    sum_itemsize: int = 4
+    longest: int | None = None
 
     def count(self, axes: tuple[str, ...]) -> int:
         """Number of devices along axes."""
@@ -42,7 +50,7 @@ class Workload:
     @property
     def matrix_bytes(self) -> int:
         """Bytes of one whole matrix in collectives."""
-        return self.rows * self.columns * self.itemsize
+        return (self.longest or self.rows * self.columns) * self.itemsize
 
     @property
     def result_bytes(self) -> int:

@@ -66,24 +66,26 @@ class Orthogonalizer:
         x: jax.Array,
         axis: Literal[-1, -2],
         collectives: GramCollectives,
-        axes: tuple[str, ...],
+        total: Callable[[jax.Array], jax.Array],
+        method: Literal["standard", "gram"] = "gram",
     ) -> jax.Array:
-        """Orthogonalises this device's slices of matrices by the Gram method.
+        """Orthogonalises this device's slices of matrices.
 
         Args:
-          x: (batch, m, n), sharded along `axis`.
+          x: (..., m, n), sharded along `axis`.
           axis: the long axis of the matrices.
           collectives: how the devices sum Gram matrices and get the results.
-          axes: the mesh axes that shard them.
+          total: the sum over the devices that have slices of the same matrices.
+          method: as in `NewtonSchulz.on_slices`.
 
         Returns:
           The slices of the results.
         """
         assert self.newton_schulz is not None
-        y = self.newton_schulz.on_slices(x, collectives, axis=axis)
+        y = self.newton_schulz.on_slices(x, collectives, axis=axis, method=method)
         if not self.adaptive:
             return y
-        return _times(y, jax.lax.psum(_inner(x, y), axes))
+        return _times(y, total(_inner(x, y)))
 
     def _dense(self, x: jax.Array, sizes: tuple[int, int]) -> jax.Array:
         """Orthogonalises (batch, m, n) without the zero rows or columns that these sizes leave out.

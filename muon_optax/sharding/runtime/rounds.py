@@ -211,7 +211,12 @@ def _chunks(bucket: Bucket, leaves: Sequence[BoundLeaf]) -> Iterator[tuple[WorkS
 def _way(work_slice: WorkSlice, leaf: BoundLeaf, count: int) -> tuple[Strategy, ShardedMatrices]:
     """The strategy of a chunk, and its matrices."""
     matrices = ShardedMatrices(
-        leaf, count, work_slice.replica_axes, work_slice.first_owner, work_slice.skips
+        leaf,
+        count,
+        work_slice.replica_axes,
+        work_slice.first_owner,
+        work_slice.skips,
+        work_slice.strategy.group,
     )
     # Matrices that one device has whole need no collective, whatever strategy was asked for.
     is_alone = matrices.shards * matrices.replicas == 1

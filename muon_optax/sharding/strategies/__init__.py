@@ -8,9 +8,12 @@ from muon_optax.sharding.strategies.all_to_all import AllToAll
 from muon_optax.sharding.strategies.base import Strategy
 from muon_optax.sharding.strategies.gather import Gather
 from muon_optax.sharding.strategies.gram import Gram
+from muon_optax.sharding.strategies.groups import Groups
 from muon_optax.sharding.strategies.local import Local
 
-__all__ = ["LOCAL", "STRATEGIES", "Strategy"]
+__all__ = ["GROUPS", "LOCAL", "STRATEGIES", "Strategy"]
 
 LOCAL = Local()
 STRATEGIES: dict[str, Strategy] = {s.name: s for s in (AllToAll(), Gather(), LOCAL, Gram())}
+# Weighed by 'auto' in plans of their own, where there are more devices than matrices.
+GROUPS: tuple[Strategy, ...] = (Groups(2), Groups(4), Groups(8))

@@ -32,6 +32,8 @@ class Strategy(abc.ABC):
         matrices can be used.
       copies_held: for each matrix that a device works on, how many of its size it holds at once:
         as slices and whole, before and after, or one where results replace their input.
+      group: how many devices own a matrix together. Those of a group take part in collectives while
+        they work, so that all devices work on matrices of a round's largest sizes, or on zeros.
     """
 
     name: ClassVar[str]
@@ -40,6 +42,7 @@ class Strategy(abc.ABC):
     communicates: ClassVar[bool] = True
     needs_newton_schulz: ClassVar[bool] = False
     copies_held: ClassVar[int] = 4
+    group: int = 1
 
     # Planning
 
@@ -59,6 +62,14 @@ class Strategy(abc.ABC):
     @abc.abstractmethod
     def received_bytes(self, count: int, workload: Workload) -> int:
         """Bytes that a device receives from the other shards, for `count` matrices of a replica."""
+
+    def summed_bytes(self, count: int, workload: Workload) -> int:
+        """Bytes that a device receives from the others of its group, for as many."""
+        return 0
+
+    def joined(self, one: Workload, other: Workload) -> Workload:
+        """Of matrices of two shapes in one round, that which the round is as large as."""
+        return one if one.matrix_bytes >= other.matrix_bytes else other
 
     @abc.abstractmethod
     def flops(self, count: int, workload: Workload) -> int:

@@ -26,9 +26,10 @@ class FlatExchange:
     """Kinds of matrices that are sent to their owners at once, each owner getting one at most.
 
     A slice is a row of a flat array, padded with zeros to the length of the longest, and an owner's
-    row is where its number is: those of a kind follow those of the kind before. Every collective is
-    on the flat array, so that all devices take part in it. Only the work on whole matrices
-    differs between them, and is a branch.
+    row is where its number is: those of a kind follow those of the kind before. Where a group owns
+    a matrix, each of its devices has a row, of a part of the slice. Every collective is on the flat
+    array, so that all devices take part in it. Only the work on whole matrices differs between
+    them, and is a branch.
 
     Attributes:
       kinds: the matrices of each shape, from the first owner on.
@@ -41,7 +42,8 @@ class FlatExchange:
 
         On an owner these are the slices of its matrix; elsewhere zeros.
         """
-        rows = [self._padded(x.reshape(x.shape[0], -1)) for x in slices]
+        parts = [kind.parts(x) for kind, x in zip(self.kinds, slices, strict=True)]
+        rows = [self._padded(x.reshape(x.shape[0], -1)) for x in parts]
         idle = self._first.shards - sum(x.shape[0] for x in rows)
         by_owner = jnp.pad(jnp.concatenate(rows), [(0, idle), (0, 0)])
         return self._first.swap(rolled(by_owner, self._first_shard))
@@ -54,9 +56,7 @@ class FlatExchange:
         def branch(kind: ShardedMatrices) -> Callable[[jax.Array], jax.Array]:
             return lambda x: as_varying(self._orthogonalized(kind, x, orthogonalizer), typed)
 
-        device = index_along(self._first.replica_axes) * self._first.shards
-        device += index_along(self._first.leaf.shard_axes)
-        kind = jnp.asarray(self._kind_of_owner)[device]
+        kind = jnp.asarray(self._kind_of_owner)[self._device]
         return jax.lax.switch(kind, [*map(branch, self.kinds), lambda x: x], x)
 
     def send(self, y: jax.Array) -> tuple[jax.Array, ...]:
@@ -79,14 +79,21 @@ class FlatExchange:
 
     @property
     def _longest(self) -> int:
-        return max(math.prod(kind.block) for kind in self.kinds)
+        return max(math.prod(kind.part.block) for kind in self.kinds)
+
+    @property
+    def _device(self) -> jax.Array | int:
+        """This device's number among the owners."""
+        device = index_along(self._first.replica_axes) * self._first.shards
+        return device + index_along(self._first.leaf.shard_axes)
 
     @functools.cached_property
     def _kind_of_owner(self) -> np.ndarray:
         """The index in `kinds` for each device, or the number of kinds."""
         found = np.full(self._first.shards * self._first.replicas, len(self.kinds), np.int32)
         for i, kind in enumerate(self.kinds):
-            found[list(kind.owners)] = i
+            for member in range(kind.group):
+                found[np.array(kind.owners) + member] = i
         return found
 
     def _padded(self, rows: jax.Array) -> jax.Array:
@@ -104,22 +111,23 @@ class FlatExchange:
         """This device's slices of each kind."""
         rows = rolled(self._first.swap_joined(y), -self._first_shard)
         for kind, own in self._split(rows):
-            yield own.reshape(kind.per_replica, *kind.block)
+            yield kind.joined(own.reshape(-1, *kind.part.block))
 
     def _replicated(self, y: jax.Array) -> Iterator[jax.Array]:
         """The whole matrices of each kind."""
         whole = all_gather(y[None], self._first.leaf.shard_axes)
         for kind, own in self._split(rolled(whole, -self._first_shard)):
-            slices = own.reshape(kind.per_replica, kind.shards, *kind.block)
-            yield kind.assemble(slices.swapaxes(0, 1))
+            parts = own.reshape(-1, kind.shards, *kind.part.block).swapaxes(0, 1)
+            slices = kind.joined(parts.reshape(-1, *kind.part.block))
+            yield kind.assemble(slices.reshape(kind.shards, -1, *kind.block))
 
     def _split(self, rows: jax.Array) -> Iterator[tuple[ShardedMatrices, jax.Array]]:
         """The rows of each kind, without padding."""
         start = 0
         for kind in self.kinds:
-            own = rows[start : start + kind.per_replica]
-            yield kind, own[..., : math.prod(kind.block)]
-            start += kind.per_replica
+            end = start + kind.per_replica * kind.group
+            yield kind, rows[start:end, ..., : math.prod(kind.part.block)]
+            start = end
 
     def _of_all_replicas(self, parts: Sequence[jax.Array]) -> list[jax.Array]:
         """All-gathers the parts of all replicas, of all kinds at once."""

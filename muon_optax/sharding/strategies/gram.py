@@ -103,7 +103,8 @@ class Gram(Strategy):
         )
         (slices,) = block.split_stack(x)
         axis = -1 if view.fan_in <= view.fan_out else -2
-        return block.merge_stack([orthogonalizer.slices(slices, axis, collectives, axes)])
+        y = orthogonalizer.slices(slices, axis, collectives, lambda v: jax.lax.psum(v, axes))
+        return block.merge_stack([y])
 
     def send(self, matrices: ShardedMatrices, y: jax.Array) -> jax.Array:
         return matrices.all(y)[: matrices.count]

@@ -6,6 +6,8 @@ only whole matrices are transposed, merged or cut into blocks.
 """
 
 import dataclasses
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ from muon_optax._internal.reshaping import reshaped
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.planning.loads import rest_owners
 
-__all__ = ["ShardedMatrices", "all_gather", "index_along", "padded", "rolled"]
+__all__ = ["ShardedMatrices", "all_gather", "axis_to_cut", "index_along", "padded", "rolled"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +29,8 @@ class ShardedMatrices:
       replica_axes: mesh axes whose replicas divide the matrices.
       first_owner: where there are fewer matrices than owners, the first of those that get one.
       skips: whether devices without a matrix do nothing; if not, they work on zeros.
+      group: shards that own a matrix together. They follow one another, and each gets a part of
+        every slice, cut along the long side: 1/group of the matrix's long side in all.
     """
 
     leaf: BoundLeaf
@@ -34,6 +38,7 @@ class ShardedMatrices:
     replica_axes: tuple[str, ...] = ()
     first_owner: int = 0
     skips: bool = False
+    group: int = 1
 
     @property
     def shards(self) -> int:
@@ -62,8 +67,40 @@ class ShardedMatrices:
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """Where there are fewer matrices than owners, the owner of each."""
-        return tuple(rest_owners(self.first_owner, self.count, self).tolist())
+        """Where there are fewer matrices than owners, that of each, or the first of its group."""
+        groups = _Owners(self.shards // self.group, self.replicas)
+        first = rest_owners(self.first_owner // self.group, self.count, groups)
+        return tuple((first * self.group).tolist())
+
+    @functools.cached_property
+    def part(self) -> "ShardedMatrices":
+        """The matrices as each device of a group has them."""
+        if self.group == 1:
+            return self
+        leaf, axis = self.leaf, axis_to_cut(self.leaf, self.group)
+        shape = tuple(n // self.group if a == axis else n for a, n in enumerate(leaf.shape))
+        view = dataclasses.replace(leaf.view, shape=shape)
+        view = dataclasses.replace(view, block_sizes=(view.fan_out,))
+        sharding = dataclasses.replace(leaf.sharding, shape=shape)
+        return dataclasses.replace(
+            self, leaf=dataclasses.replace(leaf, view=view, sharding=sharding), group=1
+        )
+
+    def parts(self, x: jax.Array) -> jax.Array:
+        """Slices (count, *block) -> (count * group, *part.block), those of a matrix in order."""
+        if self.group == 1:
+            return x
+        dim = self._cut_dim
+        cut = (self.group, x.shape[dim] // self.group)
+        x = x.reshape(*x.shape[:dim], *cut, *x.shape[dim + 1 :])
+        return jnp.moveaxis(x, dim, 1).reshape(-1, *self.part.block)
+
+    def joined(self, parts: jax.Array) -> jax.Array:
+        """Undoes `parts`."""
+        if self.group == 1:
+            return parts
+        x = parts.reshape(-1, self.group, *parts.shape[1:])
+        return jnp.moveaxis(x, 1, self._cut_dim).reshape(-1, *self.block)
 
     @property
     def results_are_replicated(self) -> bool:
@@ -123,11 +160,32 @@ class ShardedMatrices:
         return reshaped(whole, grid).transpose(order).reshape(self.shards, *block)
 
     @property
+    def _cut_dim(self) -> int:
+        """The dim of stacked slices along which these are cut for a group."""
+        axis = axis_to_cut(self.leaf, self.group)
+        assert axis is not None
+        return 1 + self.leaf.view.stack_axes.index(axis)
+
+    @property
     def _spec(self) -> list[tuple[str, ...]]:
         return [self.leaf.sharding.spec[a] for a in self.leaf.view.stack_axes]
 
     def _devices(self, axes: tuple[str, ...]) -> int:
         return self.leaf.sharding.count(axes)
+
+
+class _Owners(NamedTuple):
+    """See `loads.Owners`."""
+
+    shards: int
+    replicas: int
+
+
+def axis_to_cut(leaf: BoundLeaf, parts: int) -> int | None:
+    """An axis of the long side of a leaf's matrices that cuts each slice in so many equal parts."""
+    view, block = leaf.view, leaf.sharding.block
+    long = view.output_axes if view.fan_out >= view.fan_in else view.reduction_axes
+    return next((axis for axis in long if block[axis] % parts == 0), None)
 
 
 def index_along(axes: tuple[str, ...]) -> jax.Array | int:
