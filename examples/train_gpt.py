@@ -16,7 +16,7 @@ from gpt.corpus import Corpus, load_corpus, sample_windows, spread_windows
 from gpt.curves import Curve, compare, plot_curves, save_curves
 from gpt.layout import make_mesh, shard_batch, shard_parameters
 from gpt.model import GPT
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -127,9 +127,15 @@ def training_batches(corpus: Corpus, config: Config, mesh: Mesh) -> Iterator[jax
 def make_validation(corpus: Corpus, config: Config, mesh: Mesh) -> Callable[[GPT], float]:
     """Makes a function that gives a model's loss on eight fixed batches of the held-out text."""
     windows = spread_windows(corpus.held_out, 8 * config.batch, config.context + 1)
-    batches = [jax.device_put(text, shard_batch(mesh)) for text in np.split(windows, 8)]
-    loss = nnx.jit(next_byte_loss)
-    return lambda model: float(np.mean([loss(model, text) for text in batches]))
+    batches = windows.reshape(8, config.batch, -1)
+    rows = NamedSharding(mesh, PartitionSpec(None, *shard_batch(mesh).spec))
+    texts = jax.device_put(batches, rows)
+
+    @nnx.jit
+    def loss(model: GPT, texts: jax.Array) -> jax.Array:
+        return jax.lax.map(lambda text: next_byte_loss(model, text), texts).mean()
+
+    return lambda model: float(loss(model, texts))
 
 
 def make_progress(console: Console) -> Progress:

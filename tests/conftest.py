@@ -3,6 +3,8 @@ import os
 from importlib.metadata import version
 from pathlib import Path
 
+gc.disable()  # until all is collected, see below
+
 # These tests compile thousands of small programs, and XLA on CPU would spend three quarters of
 # their time on making code fast. The flags leave a program's collectives and its values alone.
 # Processes that tests start inherit them. The last was taken out after jaxlib 0.10, and XLA aborts
@@ -34,9 +36,10 @@ for name, value in _KEPT.items():
 def pytest_collection_finish() -> None:
     """Leaves what was imported and collected out of Python's collections, and makes these rare.
 
-    JAX makes many objects while it traces, few of them in cycles: collecting took a tenth of the
-    tests' time.
+    Nearly all of it stays, and JAX makes many objects while it traces, few of them in cycles:
+    collecting took a tenth of the tests' time.
     """
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
+    gc.enable()

@@ -93,9 +93,12 @@ def tree_of(model: Model) -> Any:
 
 def doubted(found: ParameterReport, leaf: Leaf) -> bool:
     """Whether a warning of a doubtful choice names the leaf, or one like it but for numbers."""
+    doubts = [text for text in found.warnings if "Rule(" in text]
+    if not doubts:
+        return False
     path = re.sub(r"\d+", r"\\d+", re.escape(leaf.path))
     named = re.compile(rf"(?<![\w./]){path} {re.escape(str(leaf.shape))}")
-    return any(named.search(text) for text in found.warnings if "Rule(" in text)
+    return any(named.search(text) for text in doubts)
 
 
 class Counts(NamedTuple):

@@ -3,19 +3,15 @@
 All but the demo run in this process, which has imported JAX already.
 """
 
-import contextlib
-import io
 import json
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 import pytest
+from programs import Ended, printed_by, run_file
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TINY = {
@@ -27,14 +23,6 @@ TINY = {
     "lr": 0.05,
     "adamw_lr": 0.02,
 }
-
-
-class Ended(NamedTuple):
-    """What a program printed, and the code it ended with."""
-
-    returncode: int
-    stdout: str
-    stderr: str
 
 
 def words_of(options: dict[str, object]) -> list[str]:
@@ -49,39 +37,8 @@ def run_program(*words: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.fixture
-def run_example(monkeypatch: pytest.MonkeyPatch):
-    """Runs an example as `__main__`; what it warns of is an error."""
-    update, set_mesh, contexts = jax.config.update, jax.set_mesh, contextlib.ExitStack()
-
-    def update_unless_started(name: str, value: Any) -> None:
-        """JAX has made its devices, and takes no other number of them."""
-        if name == "jax_num_cpu_devices":
-            assert value <= jax.device_count()
-        else:
-            update(name, value)
-
-    def until_its_end(mesh: jax.sharding.Mesh) -> Any:
-        context = set_mesh(mesh)
-        contexts.push(context.__exit__)
-        return context
-
-    def run(name: str, **options: object) -> Ended:
-        monkeypatch.setattr(jax.config, "update", update_unless_started)
-        monkeypatch.setattr(jax, "set_mesh", until_its_end)
-        monkeypatch.setattr(sys, "argv", [str(EXAMPLES / name), *words_of(options)])
-        monkeypatch.syspath_prepend(EXAMPLES)
-        code, out, err = 0, io.StringIO(), io.StringIO()
-        with contexts, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                runpy.run_path(sys.argv[0], run_name="__main__")
-            except SystemExit as end:
-                code = end.code if isinstance(end.code, int) else 1
-                if isinstance(end.code, str):
-                    print(end.code, file=err)
-        return Ended(code, out.getvalue(), err.getvalue())
-
-    return run
+def run_example(name: str, **options: object) -> Ended:
+    return run_file(EXAMPLES / name, *words_of(options))
 
 
 def test_demo_trains_with_both_optimizers_and_compares_them(tmp_path: Path):
@@ -109,7 +66,7 @@ def test_demo_trains_with_both_optimizers_and_compares_them(tmp_path: Path):
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_demo_trains_with_one_optimizer_on_another_text(tmp_path: Path, run_example):
+def test_demo_trains_with_one_optimizer_on_another_text(tmp_path: Path):
     text, output = tmp_path / "text", tmp_path / "output"
     text.mkdir()
     for i in range(10):
@@ -134,7 +91,7 @@ def test_demo_trains_with_one_optimizer_on_another_text(tmp_path: Path, run_exam
     ],
 )
 def test_demo_explains_bad_options_in_one_line(
-    option: str, value: object, words: str, tmp_path: Path, run_example
+    option: str, value: object, words: str, tmp_path: Path
 ):
     process = run_example("train_gpt.py", output=tmp_path, **{option: value})
     assert process.returncode != 0
@@ -143,25 +100,12 @@ def test_demo_explains_bad_options_in_one_line(
     assert words in line
 
 
-@pytest.fixture
-def printed_by(run_example):
-    """What an example prints, with single spaces; nothing went wrong, and nothing surprised."""
-
-    def run(name: str) -> str:
-        process = run_example(name)
-        assert process.returncode == 0, process.stderr
-        assert "MuonWarning" not in process.stderr
-        return re.sub(" +", " ", process.stdout)
-
-    return run
-
-
 def losses_in(printed: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^step +\d+ loss (\S+)", printed, re.MULTILINE)]
 
 
-def test_quickstart_prints_a_falling_loss(printed_by):
-    losses = losses_in(printed_by("quickstart.py"))
+def test_quickstart_prints_a_falling_loss():
+    losses = losses_in(printed_by(EXAMPLES / "quickstart.py"))
     assert len(losses) == 6
     assert losses[-1] < losses[0] / 10
 
@@ -223,10 +167,8 @@ def test_quickstart_prints_a_falling_loss(printed_by):
         ),
     ],
 )
-def test_a_model_trains_and_its_tables_say_how(
-    name: str, bound: float, lines: list[str], printed_by
-):
-    printed = printed_by(name)
+def test_a_model_trains_and_its_tables_say_how(name: str, bound: float, lines: list[str]):
+    printed = printed_by(EXAMPLES / name)
     losses = losses_in(printed)
     assert losses[0] > 1.0
     assert losses[-1] < bound
@@ -245,8 +187,8 @@ def test_devices_are_asked_for_before_there_are_any():
     assert process.returncode == 0, process.stderr
 
 
-def test_a_convolutional_network_learns_to_read_digits(printed_by):
-    printed = printed_by("convolution.py")
+def test_a_convolutional_network_learns_to_read_digits():
+    printed = printed_by(EXAMPLES / "convolution.py")
     assert "\nsecond/kernel 3 x 3 x 16 x 32 1 of 144 x 32 muon 1 " in printed
     assert "\nfirst/kernel 3 x 3 x 1 x 16 adam " in printed
     assert losses_in(printed)[-1] < 0.2
@@ -254,8 +196,9 @@ def test_a_convolutional_network_learns_to_read_digits(printed_by):
     assert accuracy > 0.93
 
 
-def test_lora_factors_train_by_either_optimizer_on_a_frozen_base(printed_by):
-    by_adamw, by_muon = printed_by("lora.py").split("the base is as it was: True\n\n")[:2]
+def test_lora_factors_train_by_either_optimizer_on_a_frozen_base():
+    printed = printed_by(EXAMPLES / "lora.py")
+    by_adamw, by_muon = printed.split("the base is as it was: True\n\n")[:2]
     assert "\nlayer/lora_a 64 x 4 adam LoRA factor\n" in by_adamw
     assert "\nlayer/lora_a 64 x 4 1 of 64 x 4 muon 1 LoRA factor\n" in by_muon
     for printed in (by_adamw, by_muon):
@@ -264,8 +207,8 @@ def test_lora_factors_train_by_either_optimizer_on_a_frozen_base(printed_by):
         assert losses[-1] < losses[0] / 10
 
 
-def test_qk_clip_keeps_logits_below_the_bound(printed_by):
-    printed = printed_by("qk_clip.py")
+def test_qk_clip_keeps_logits_below_the_bound():
+    printed = printed_by(EXAMPLES / "qk_clip.py")
     sections = re.split(r"^with.*:$|^the weights.*:$", printed, flags=re.MULTILINE)
     rows = [re.findall(r"max logits (.*)", section) for section in sections[1:]]
     without, clipped, (before, after) = [np.array([r.split() for r in x], float) for x in rows]
@@ -287,19 +230,19 @@ def both_losses(printed: str, other: str) -> np.ndarray:
     return np.array(pairs, float).T
 
 
-def test_a_run_of_optax_goes_on_with_the_same_losses(printed_by):
-    printed = printed_by("from_optax.py")
+def test_a_run_of_optax_goes_on_with_the_same_losses():
+    printed = printed_by(EXAMPLES / "from_optax.py")
     ours, theirs = both_losses(printed, "optax")
     assert len(ours) == 6
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     assert ours[-1] < losses_in(printed)[0] / 10
 
 
-def test_a_run_of_torch_goes_on_with_the_same_losses(printed_by):
+def test_a_run_of_torch_goes_on_with_the_same_losses():
     torch = pytest.importorskip("torch")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on few cores they get in each other's way
-    printed = printed_by("from_torch.py")
+    printed = printed_by(EXAMPLES / "from_torch.py")
     torch.set_num_threads(threads)
     ours, theirs = both_losses(printed, "torch")
     assert len(ours) == 5
@@ -308,9 +251,7 @@ def test_a_run_of_torch_goes_on_with_the_same_losses(printed_by):
     assert ours[-1] < losses_in(printed)[0] / 5
 
 
-def test_without_torch_the_example_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, run_example
-):
+def test_without_torch_the_example_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "torch", None)  # importing it is an ImportError
     process = run_example("from_torch.py")
     assert process.returncode == 1

@@ -248,5 +248,5 @@ def test_linen_boxes_are_masked_as_a_whole():
     specs: Any = nn.get_partition_spec(state)
     assert specs.inner_states["muon"].inner_state[0].mu["kernel"] == P("f", None)
     assert jax.tree.structure(specs) == jax.tree.structure(nn.unbox(state))
-    updates, _ = make_tx().update(params, state, params)
+    updates, _ = jax.eval_shape(make_tx().update, params, state, params)
     assert jax.tree.structure(updates) == jax.tree.structure(params)

@@ -47,14 +47,15 @@ def test_leaves_that_are_not_floating_point_lose_their_moments():
     zeros = jax.tree.map(jnp.zeros_like, others)
     theirs: Any = optax.contrib.muon(0.1)
     ours: Any = recipes.optax_muon(0.1)
-    _, less, params = run(theirs, PARAMS, GRADS[:2])
-    _, more, _ = run(theirs, {**PARAMS, **others}, [{**grad, **zeros} for grad in GRADS[:2]])
+    _, less, params = run(theirs, PARAMS, GRADS[:2], jit=True)
+    given = [{**grad, **zeros} for grad in GRADS[:2]]
+    _, more, _ = run(theirs, {**PARAMS, **others}, given, jit=True)
     assert len(jax.tree.leaves(more)) == len(jax.tree.leaves(less)) + 3  # adam has two of step
     params, grads = {**params, **others}, {**GRADS[2], **zeros}
     converted = from_optax(more, params)
     assert jax.tree.structure(converted) == jax.tree.structure(ours.init(params))
-    want, _ = theirs.update(GRADS[2], less, {name: params[name] for name in PARAMS})
-    got, _ = ours.update(grads, converted, params)
+    want, _ = jax.jit(theirs.update)(GRADS[2], less, {name: params[name] for name in PARAMS})
+    got, _ = jax.jit(ours.update)(grads, converted, params)
     for name in PARAMS:
         np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-7)
     for name in others:

@@ -76,6 +76,7 @@ def gpt2_params(width: int = 8) -> Any:
     }
 
 
+@jax.jit
 def gpt2_of(params: Any, tokens: Any) -> Any:
     def apply(layer, x):
         return x @ layer["kernel"] + layer["bias"]

@@ -1,6 +1,8 @@
 """The command line: `python -m muon_optax`."""
 
 import json
+import os
+import runpy
 import subprocess
 import sys
 
@@ -106,16 +108,30 @@ def test_the_grid_has_every_mesh_and_system():
     assert kinds == {("reference", "float32"), ("reference", "float64"), ("torch", "float32")}
 
 
-def test_as_a_module():
+def test_as_a_module(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["muon_optax", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("muon_optax", run_name="__main__")
+    assert "prove that a recipe does what PyTorch does" in capsys.readouterr().out
+
+
+# Imports all, without a device: any use of one would raise. Then plans and reports.
+ALONE = """
+import sys
+import muon_optax, muon_optax.cli, muon_optax.interop, muon_optax.interop.torch, muon_optax.recipes
+
+print(muon_optax.model_rules.__name__, {'flax', 'equinox', 'haiku', 'torch'} & set(sys.modules))
+main, model = muon_optax.cli.main, ['--model', 'gpt2-124m']
+codes = [main(['plan', *model, '--mesh', 'fsdp=8']), main(['report', *model])]
+sys.exit(any(codes) or 'torch' in sys.modules)
+"""
+
+
+def test_importing_imports_no_framework_and_plans_touch_no_device():
+    env = {**os.environ, "JAX_PLATFORMS": "no_such_platform"}
     done = subprocess.run(
-        [sys.executable, "-m", "muon_optax", "--help"], capture_output=True, text=True, check=True
+        [sys.executable, "-c", ALONE], env=env, capture_output=True, text=True, check=False
     )
-    assert "prove that a recipe does what PyTorch does" in done.stdout
-
-
-def test_importing_the_library_does_not_import_torch():
-    code = (
-        "import sys, muon_optax, muon_optax.recipes, muon_optax.interop, muon_optax.interop.torch; "
-        "import muon_optax.cli; sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "model_rules set()"
+    assert "a device receives" in done.stdout

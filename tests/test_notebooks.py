@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import printed_by
+from programs import run_code
 
 NOTEBOOKS = Path(__file__).parents[1] / "examples/notebooks"
 # For each, what makes it small, and what holds at the end.
@@ -45,12 +45,13 @@ def test_every_notebook_is_tried():
 @pytest.mark.parametrize("name", SMALL)
 def test_its_cells_run_in_order(name: str):
     pytest.importorskip("flax")
-    pytest.importorskip("matplotlib")
+    matplotlib = pytest.importorskip("matplotlib.pyplot")
     program = "\n".join("".join(cell["source"]) for cell in cells(name)) + HOLDS[name]
     for full, small in SMALL[name].items():
         assert program.count(full) == 1
         program = program.replace(full, small)
-    printed_by(program, folder=NOTEBOOKS, MPLBACKEND="agg")
+    run_code(program, NOTEBOOKS)
+    matplotlib.close("all")
 
 
 @pytest.mark.parametrize("name", SMALL)

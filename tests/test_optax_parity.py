@@ -167,7 +167,7 @@ def test_equal_updates_of_complex_matrices(preconditioning):
         "bias": jnp.arange(5) + 1j * jnp.arange(1, 6),
     }
     options = {"learning_rate": 0.1, "preconditioning": preconditioning}
-    got, _, _ = run(muon(**options), params, [params, params])
+    got, _, _ = run(muon(**options), params, [params, params], jit=True)
     want, _, _ = run(contrib.muon(**options), params, [params, params], jit=True)
     assert_equal_updates(got, want, options)
 

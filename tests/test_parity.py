@@ -157,13 +157,15 @@ def test_time_is_up(tmp_path):
         run_ranks(script, 2, tmp_path, timeout=2.0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_ranks_end_with_their_parent(tmp_path, number):
+WATCHING = "from muon_optax.interop.parity.launch import leave_with_parent; leave_with_parent(); "
+
+
+@pytest.mark.parametrize(("number", "watching"), [(signal.SIGTERM, ""), (signal.SIGKILL, WATCHING)])
+def test_ranks_end_with_their_parent(tmp_path, number, watching):
     """SIGTERM is caught and they are killed; after a SIGKILL they see that the parent is gone."""
     rank = (
-        "import os, time; from muon_optax.interop.parity.launch import leave_with_parent; "
-        f"leave_with_parent(); open({str(tmp_path)!r} + '/pid', 'w').write(str(os.getpid())); "
-        "time.sleep(60)"
+        f"import os, time; {watching}"
+        f"open({str(tmp_path)!r} + '/pid', 'w').write(str(os.getpid())); time.sleep(60)"
     )
     parent = (
         "import sys; from pathlib import Path; "

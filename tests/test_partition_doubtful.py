@@ -200,5 +200,5 @@ def test_matrices_without_names_are_scaled_by_the_outputs_that_a_bias_tells():
     params = [jnp.eye(8, 2), jnp.zeros(8), jnp.eye(4, 8), jnp.zeros(4)]
     tx = muon(1.0, "tight", nesterov=False)
     with pytest.warns(MuonWarning, match="leaves without names"):
-        updates: Any = tx.update(params, tx.init(params), params)[0]
+        updates: Any = jax.jit(tx.update)(params, tx.init(params), params)[0]
     np.testing.assert_allclose(updates[0], -2.0 * np.eye(8, 2), atol=0.02)  # sqrt(8 / 2)

@@ -137,7 +137,7 @@ def assert_members_equal_a_loop(members, got, tx):
     got = jax.tree.map(np.asarray, got)
     for i in range(3):
         member = jax.tree.map(lambda x, i=i: x[i], members)
-        want, _, _ = run(tx, member, [member, member])
+        want, _, _ = run(tx, member, [member, member], jit=True)
         for name in member:
             assert reference.relative_error(got[name][i], want[1][name]) <= 1e-5
 

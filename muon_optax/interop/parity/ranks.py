@@ -5,6 +5,7 @@ before the first update, and 'grad/STEP/NAME', 'momentum/STEP/NAME' and 'loss/ST
 of whole tensors in torch's layout; 'muon' lists the names that got Muon.
 """
 
+import collections
 import importlib
 import logging
 import os
@@ -96,18 +97,23 @@ def run(case: Case) -> dict[str, np.ndarray]:
     model = sharded_model(case, mesh)
     steppers = Steppers(model, case)
     record = {f"param/0/{name}": _whole(p) for name, p in steppers.named.items()}
+    seen: dict[tuple[str, str], list[Any]] = collections.defaultdict(list)
     rows = _own_rows(case, mesh)
     for step in range(1, case.steps + 1):
         tokens = batch(case.seed, step)
         model.zero_grad()  # after the forward pass it would miss the sharded gradients
         loss = loss_of(model, tokens[rows])
         loss.backward()
-        record |= {f"grad/{step}/{name}": _whole(p.grad) for name, p in steppers.named.items()}
         record[f"loss/{step}"] = _mean(loss)
+        for name, p in steppers.named.items():
+            seen["grad", name].append(torch.clone(p.grad))  # pyright: ignore[reportArgumentType]
         steppers.step()
         for name, p in steppers.named.items():
-            record[f"param/{step}/{name}"] = _whole(p)
-            record[f"momentum/{step}/{name}"] = _whole(steppers.momentum(name))
+            seen["param", name].append(p.detach().clone())
+            seen["momentum", name].append(steppers.momentum(name).clone())
+    for (kind, name), shards in seen.items():
+        whole = _whole(torch.stack(shards))  # gathered once for all steps
+        record |= {f"{kind}/{step}/{name}": x for step, x in enumerate(whole, start=1)}
     return record | {"muon": np.array(steppers.muon)}
 
 

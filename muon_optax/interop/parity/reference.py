@@ -141,21 +141,23 @@ class Reference:
         """Takes one step on the parameters' gradients."""
         self.step_count += 1
         for name, p in self.parameters.items():
-            direction = self._muon(name, p) if self.gets_muon(name) else self._adamw(name, p)
-            p.mul_(1 - self.learning_rate * self.weight_decay)
-            p.add_(direction, alpha=-self.learning_rate)
+            own, grad = _own(p), _own(p.grad)
+            direction = (
+                self._muon(name, p, grad) if self.gets_muon(name) else self._adamw(name, grad)
+            )
+            own.mul_(1 - self.learning_rate * self.weight_decay)
+            own.add_(direction, alpha=-self.learning_rate)
 
-    def _muon(self, name: str, p: Any) -> Any:
-        mix = self._mix(p.grad, self.momentum[name])
-        whole = mix.full_tensor() if isinstance(mix, DTensor) else mix
+    def _muon(self, name: str, p: Any, grad: torch.Tensor) -> torch.Tensor:
+        whole = _gathered(self._mix(grad, _own(self.momentum[name])), p)
         # An embedding looks a row up: its weight is [in, out], unlike a Linear's.
         out, fan_in = whole.shape[::-1] if "embed" in name else whole.shape
         direction = self.conventions.scale(out, fan_in) * self._orthogonalized(whole)
         if not isinstance(p, DTensor):
             return direction
-        return distribute_tensor(direction, p.device_mesh, p.placements, src_data_rank=None)
+        return _own(distribute_tensor(direction, p.device_mesh, p.placements, src_data_rank=None))
 
-    def _mix(self, grad: Any, buffer: Any) -> Any:
+    def _mix(self, grad: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
         ways, beta, t = self.conventions, self.beta, self.step_count
         gain = 1.0 if ways.sums else 1 - beta
         buffer.mul_(beta).add_(grad, alpha=gain)
@@ -171,12 +173,27 @@ class Reference:
             x = a * x + (b * gram + c * gram @ gram) @ x
         return x
 
-    def _adamw(self, name: str, p: Any) -> Any:
+    def _adamw(self, name: str, grad: torch.Tensor) -> torch.Tensor:
         (b1, b2), t = self.conventions.betas, self.step_count
-        m, v = self.momentum[name], self.second[name]
-        m.mul_(b1).add_(p.grad, alpha=1 - b1)
-        v.mul_(b2).add_(p.grad * p.grad, alpha=1 - b2)
+        m, v = _own(self.momentum[name]), _own(self.second[name])
+        m.mul_(b1).add_(grad, alpha=1 - b1)
+        v.mul_(b2).add_(grad * grad, alpha=1 - b2)
         first = m / (1 - b1**t)
         if self.conventions.corrected:
-            first = b1 * m / (1 - b1 ** (t + 1)) + (1 - b1) * p.grad / (1 - b1**t)
+            first = b1 * m / (1 - b1 ** (t + 1)) + (1 - b1) * grad / (1 - b1**t)
         return first / ((v / (1 - b2**t)).sqrt() + self.conventions.eps)
+
+
+def _own(x: Any) -> torch.Tensor:
+    """This rank's shard, as a view: elementwise work on it does without DTensor's dispatch."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _gathered(own: torch.Tensor, like: Any) -> torch.Tensor:
+    """The whole tensor of shards that are sharded as a parameter is."""
+    if not isinstance(like, DTensor):
+        return own
+    whole = DTensor.from_local(
+        own, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+    )
+    return whole.full_tensor()
