@@ -13,7 +13,7 @@ import sharded
 import variants_on_meshes as meshes
 import variants_oracle as oracle
 from jax.sharding import PartitionSpec as P
-from running import run
+from running import apply_compiled, run
 
 from muon_optax import (
     BlockPeriodic,
@@ -237,7 +237,7 @@ def test_muon_is_the_same_on_meshes(name, kind):
         for k in VIEWS:
             error = reference.relative_error(updates[k], want[t][k])
             assert error <= 1e-5, f"{k}, step {t}: {error:.1e}"
-        params = optax.apply_updates(params, updates)
+        params = apply_compiled(params, updates)
 
 
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
@@ -251,14 +251,14 @@ def test_muon_is_the_same_under_zero_1(name, kind):
     want, _, _ = run(on_one_device(name), arrays(0), grads, jit=True)
     tx = in_muon(param_shardings=where, mu_shardings=there, **options)
     params = jax.device_put(arrays(0), where)
-    state, update = tx.init(params), jax.jit(tx.update)
+    state, update = jax.jit(tx.init)(params), jax.jit(tx.update)
     for t, grad in enumerate(grads):
         updates, state = update(jax.device_put(grad, where), state, params)
         meshes.check_shardings(state, state_shardings(tx, params))
         for k in VIEWS:
             sharded.assert_sharded(updates[k], where[k])
             assert reference.relative_error(updates[k], want[t][k]) <= 1e-5
-        params = optax.apply_updates(params, updates)
+        params = apply_compiled(params, updates)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -271,7 +271,7 @@ def test_a_run_goes_on_with_the_same_bits(name):
     for t, grad in enumerate(grads[2:], start=2):
         updates, saved = update(grad, saved, params)
         jax.tree.map(np.testing.assert_array_equal, updates, want[t])
-        params = optax.apply_updates(params, updates)
+        params = apply_compiled(params, updates)
     jax.tree.map(np.testing.assert_array_equal, saved, end)
 
 
@@ -390,7 +390,7 @@ def test_adamh_for_a_named_leaf_beside_muon(kind):
             meshes.check_shardings(state, shardings)
         for k in SHAPES:
             assert reference.relative_error(updates[k], alone[t - 1][k]) <= 1e-5
-        params = optax.apply_updates(params, updates)
+        params = apply_compiled(params, updates)
         g = grad["lm_head"].astype(np.float64)
         m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g**2
         u = m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.95**t)) + 1e-8)
