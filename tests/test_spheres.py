@@ -39,15 +39,18 @@ def case(rate: str, radius) -> meshes.Case:
     return meshes.Case(make, of_matrix, moved=meshes.added)
 
 
-@pytest.mark.parametrize(("rate", "radius"), list(itertools.product(RATES, RADII)))
-def test_the_formula(rate, radius):
-    meshes.check(case(rate, radius), "one")
+def cases(*options):
+    """By a rate and a radius each."""
+    return {f"{rate}, {radius}": case(rate, radius) for rate, radius in options}
+
+
+def test_the_formula():
+    meshes.check_all(cases(*itertools.product(RATES, RADII)), "one")
 
 
 @pytest.mark.parametrize("kind", ["explicit", "auto", "manual"])
-@pytest.mark.parametrize(("rate", "radius"), [("schedule", "initial"), ("number", "current")])
-def test_the_same_on_meshes(rate, radius, kind):
-    meshes.check(case(rate, radius), kind)
+def test_the_same_on_meshes(kind):
+    meshes.check_all(cases(("schedule", "initial"), ("number", "current")), kind)
 
 
 SPANS: dict[str, tuple[Any, tuple[int, ...]]] = {
