@@ -154,7 +154,8 @@ def run(cases: Cases, kind: str) -> dict[str, tuple[list[Tree], Tree]]:
         ins, outs = (of_leaves, of_state, of_leaves), (of_leaves, of_state)
         update = jax.shard_map(update, mesh=mesh, in_specs=ins, out_specs=outs)
     place = lambda x: jax.device_put(x, where) if where else x  # noqa: E731
-    weights, updates, step = dict.fromkeys(cases, place(start)), [], jax.jit(update)
+    weights: Any = dict.fromkeys(cases, place(start))
+    updates, step = [], jax.jit(update)
     state = jax.jit(init)(weights)
     (steps,) = {case.steps for case in cases.values()}
     for t in range(steps):
