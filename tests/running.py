@@ -28,5 +28,19 @@ def run(tx: Any, params: Any, grads: Any, *, jit: bool = False) -> tuple[Any, An
     return updates, state, params
 
 
+def side_by_side(pieces: dict[str, Any]) -> Any:
+    """Updates each tree of a dict by its own transformation, so that one program serves for all."""
+
+    def init(params: Any) -> Any:
+        return {name: tx.init(params[name]) for name, tx in pieces.items()}
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        pairs = {k: tx.update(updates[k], state[k], params[k]) for k, tx in pieces.items()}
+        new, states = zip(*pairs.values(), strict=True)
+        return dict(zip(pairs, new, strict=True)), dict(zip(pairs, states, strict=True))
+
+    return optax.GradientTransformation(init, update)
+
+
 def dtypes(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.dtype, tree)

@@ -12,6 +12,7 @@ import reference
 import sharded
 import variants_oracle as oracle
 from jax.sharding import PartitionSpec as P
+from running import side_by_side
 
 from muon_optax import MatrixView, MuonDimensionNumbers, state_shardings
 
@@ -142,12 +143,8 @@ def run(cases: Cases, kind: str) -> dict[str, tuple[list[Tree], Tree]]:
     views = {name: VIEWS[name] for name in start}
     pieces = {k: case.make(views, where) for k, case in cases.items()}
     shardings = where and {k: state_shardings(tx, start, where) for k, tx in pieces.items()}
-    init = lambda w: {k: tx.init(w[k]) for k, tx in pieces.items()}  # noqa: E731
-
-    def update(u: Any, state: Any, w: Any) -> Any:
-        pairs = {k: tx.update(u[k], state[k], w[k]) for k, tx in pieces.items()}
-        return {k: new for k, (new, _) in pairs.items()}, {k: s for k, (_, s) in pairs.items()}
-
+    together = side_by_side(pieces)
+    init, update = together.init, together.update
     if kind in ("manual", "ddp, manual"):
         of_state, of_leaves = jax.tree.map(lambda s: s.spec, shardings), dict.fromkeys(cases, specs)
         init = jax.shard_map(init, mesh=mesh, in_specs=(of_leaves,), out_specs=of_state)
