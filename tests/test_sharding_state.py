@@ -258,7 +258,7 @@ def test_what_was_put_nowhere_meets_what_lies_on_the_mesh(kind, with_context):
     mesh = make_mesh(SIZES, kind)
     where, grads = sharded.shardings(LEAVES, mesh), sharded.gradients(LEAVES)
     views, placed = sharded.views(LEAVES), jax.device_put(grads, where)
-    tx = scale_by_muon(FAST, weight_dimension_numbers=views, param_shardings=where)
+    tx: Any = scale_by_muon(FAST, weight_dimension_numbers=views, param_shardings=where)
     born = {"on the mesh": tx.init(placed), "elsewhere": tx.init(grads)}
     cases: Any = {
         "the state": (placed, born["elsewhere"]),
