@@ -93,7 +93,7 @@ def test_adamh_is_adam_and_hyperball():
     weights = meshes.arrays(0, {"w": (6, 8)})["w"]
     grads = [meshes.arrays(t, {"w": (6, 8)})["w"] for t in range(1, 11)]
     tx = optax.chain(optax.scale_by_adam(0.9, 0.95), hyperball(0.05))
-    _, _, got = run(tx, jnp.asarray(weights), grads)
+    _, _, got = run(tx, jnp.asarray(weights), grads, jit=True)
     w, m, v = weights.astype(np.float64), 0.0, 0.0
     ball = oracle.Hyperball(lambda _: 0.05)
     for t, g in enumerate((g.astype(np.float64) for g in grads), start=1):
@@ -112,7 +112,7 @@ def test_weights_of_zero_are_refused_where_they_can_be_seen(radius):
         tx.init(params)
     assert [line.split(":")[0] for line in str(error.value).splitlines()[1:]] == ["  a", "  c"]
     state = jax.jit(tx.init)(params)  # nothing can be seen here: they stay where they are
-    updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+    updates, _ = jax.jit(tx.update)(jax.tree.map(jnp.ones_like, params), state, params)
     np.testing.assert_array_equal(updates["a"], 0.0)
     np.testing.assert_array_equal(updates["c"][1], 0.0)
     assert np.all(np.isfinite(updates["c"]))
