@@ -14,7 +14,7 @@ import sharded
 import variants_on_meshes as meshes
 import variants_oracle as oracle
 from jax.sharding import PartitionSpec as P
-from running import run
+from running import apply_compiled, run
 
 from benchmarks.compiled import Counter
 from benchmarks.hlo import parse
@@ -106,10 +106,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_the_formula(name, monkeypatch):
+def test_the_formula(monkeypatch):
     monkeypatch.setattr(meshes, "ON_MESHES", set())
-    meshes.check(case(ACROSS if name == "shape_scaling" else ALIGNED, **OPTIONS[name]), "one")
+    blocks = dict.fromkeys(OPTIONS, ALIGNED) | {"shape_scaling": ACROSS}
+    meshes.check_all({name: case(blocks[name], **OPTIONS[name]) for name in OPTIONS}, "one")
 
 
 @pytest.mark.parametrize("kind", ["explicit", "auto", "manual"])
@@ -219,7 +219,7 @@ def test_muon_on_layouts(name, kind):
             programs = update._cache_size()
         grads = jax.device_put(meshes.arrays(100 + t, SHAPES), where)
         updates, state = update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        params = apply_compiled(params, updates)
         for k, x in want.items():
             sharded.assert_sharded(updates[k], where[k])
             for got, exact in zip(
@@ -312,7 +312,7 @@ def test_zero_gradients_change_nothing():
 def test_empty_leaves_stay_empty():
     params = {"w": np.ones((4, 4), np.float32), "empty": np.ones((0, 4), np.float32)}
     tx = scale_by_muon(sharded.FAST, block_periodic=BlockPeriodic((2, 2), 2))
-    for updates in run(tx, params, [params] * 2)[0]:
+    for updates in run(tx, params, [params] * 2, jit=True)[0]:
         assert updates["empty"].shape == (0, 4)
 
 
@@ -326,6 +326,6 @@ def test_half_precision_directions_are_scaled_in_float32():
         orthogonalizer=lambda x: x,
         block_periodic=BlockPeriodic((4, 1), 2, 0.3),
     )
-    got = run(tx, grads, [grads] * 2)[0][1]["w"]
+    got = run(tx, grads, [grads] * 2, jit=True)[0][1]["w"]
     want = -0.1 * 0.3 * 0.2 * math.sqrt(24) * np.asarray(grads["w"], np.float64)
     assert np.max(np.abs(np.asarray(got, np.float64) / want - 1)) < 1.001 * 2**-8

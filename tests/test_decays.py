@@ -32,9 +32,8 @@ def case(name: str) -> meshes.Case:
     return meshes.Case(make, lambda: oracle.Cautious(of_count))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_formula(name):
-    meshes.check(case(name), "one")
+def test_the_formula():
+    meshes.check_all({name: case(name) for name in CASES}, "one")
 
 
 def test_the_mask_is_of_signs_not_of_products():

@@ -31,9 +31,8 @@ def case(name: str) -> meshes.Case:
     return meshes.Case(make, functools.partial(oracle.Entry, **options))
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_the_formula(name):
-    meshes.check(case(name), "one")
+def test_the_formula():
+    meshes.check_all({name: case(name) for name in OPTIONS}, "one")
 
 
 @pytest.mark.parametrize("kind", ["explicit", "auto", "manual"])

@@ -1,7 +1,5 @@
 """Every strategy on every layout against whole matrices on one device, in float64."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +8,7 @@ import reference
 import sharded
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from running import first_update
 from sharded import FAST, STACK, Leaf, make_mesh
 
 from muon_optax import MatrixView, scale_by_muon
@@ -137,13 +136,17 @@ def test_meshes_that_mix_explicit_and_auto_axes(explicit):
     sharded.check(leaves, mesh, param_shardings=sharded.shardings(leaves, mesh))
 
 
-COUNTS = {count: Leaf((count, *WIDE), P(None, None, "f"), STACK) for count in (1, 3, 8, 19)}
+# Of several shapes, so that no two share a bucket.
+COUNTS = {
+    count: Leaf((count, 16, width), P(None, None, "f"), STACK)
+    for count, width in ((1, 24), (3, 40), (8, 48), (19, 32))
+}
 
 
 @pytest.mark.parametrize("strategy", ["auto", "gather", "all_to_all", "gram"])
 def test_numbers_of_matrices_that_do_not_divide(strategy):
-    for count, leaf in COUNTS.items():
-        sharded.check({f"stack_{count}": leaf}, make_mesh({"f": 8}), strategy=strategy)
+    leaves = {f"stack_{count}": leaf for count, leaf in COUNTS.items()}
+    sharded.check(leaves, make_mesh({"f": 8}), strategy=strategy)
 
 
 @pytest.mark.parametrize("strategy", ["gather", "all_to_all"])
@@ -188,15 +191,11 @@ OBLONG = {
 }
 
 
-@functools.cache
-def of_oblong_on_one_device(**options):
-    """The first update, by the Gram iteration."""
-    views, grads = sharded.views(OBLONG), sharded.gradients(OBLONG)
-    tx = scale_by_muon(**options, ns_method="gram", weight_dimension_numbers=views)
-    return jax.jit(tx.update)(grads, tx.init(grads))[0]
+def by_strategy(leaf: Leaf) -> tuple[dict[str, Leaf], list[tuple[str, str]]]:
+    """A leaf for each strategy with which its matrices can be exchanged, and the rules for it."""
+    return dict.fromkeys(LONG_SIDE, leaf), [(name, name) for name in LONG_SIDE]
 
 
-@pytest.mark.parametrize("strategy", ["gather", "all_to_all", "gram"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -208,60 +207,66 @@ def of_oblong_on_one_device(**options):
     ],
     ids=lambda options: "_".join(map(str, options.values())),
 )
-def test_every_schedule_is_that_of_one_device(options, strategy):
-    mesh = make_mesh({"f": 4, "r": 2})
-    placed = jax.device_put(sharded.gradients(OBLONG), sharded.shardings(OBLONG, mesh))
-    views = sharded.views(OBLONG)
-    tx = scale_by_muon(**options, strategy=strategy, weight_dimension_numbers=views)
-    want, (got, _) = of_oblong_on_one_device(**options), jax.jit(tx.update)(placed, tx.init(placed))
-    for name, leaf in OBLONG.items():
-        assert sharded.worst_error(leaf, got[name], leaf.blocks(want[name])) <= 1e-5
+def test_every_schedule_is_that_of_one_device(options):
+    views, grads = sharded.views(OBLONG), sharded.gradients(OBLONG)
+    alone = scale_by_muon(**options, ns_method="gram", weight_dimension_numbers=views)
+    want = first_update(alone, grads, jit=True)
+    placed = jax.device_put(grads, sharded.shardings(OBLONG, make_mesh({"f": 4, "r": 2})))
+    for strategy in LONG_SIDE:
+        tx = scale_by_muon(**options, strategy=strategy, weight_dimension_numbers=views)
+        got = first_update(tx, placed, jit=True)
+        for name, leaf in OBLONG.items():
+            error = sharded.worst_error(leaf, got[name], leaf.blocks(want[name]))
+            assert error <= 1e-5, (strategy, name)
 
 
-@pytest.mark.parametrize("strategy", ["gather", "all_to_all", "gram"])
 @pytest.mark.parametrize("dtypes", [("bfloat16", None), ("float32", "bfloat16")])
-def test_half_precision(dtypes, strategy):
+def test_half_precision(dtypes):
     own, compute = dtypes
     leaf = Leaf((3, 16, 64), P(None, None, "f"), STACK)
-    mesh = make_mesh({"f": 8})
+    leaves, rules = by_strategy(leaf)
     grads = jnp.asarray(leaf.gradient(0), own)
-    placed = jax.device_put(grads, sharded.shardings({"w": leaf}, mesh)["w"])
-    tx = scale_by_muon(weight_dimension_numbers=STACK, ns_dtype=compute, strategy=strategy)
-    update, state = jax.jit(tx.update)(placed, jax.jit(tx.init)(placed))
+    where = sharded.shardings(leaves, make_mesh({"f": 8}))
+    placed = jax.device_put(dict.fromkeys(leaves, grads), where)
+    tx = scale_by_muon(weight_dimension_numbers=STACK, ns_dtype=compute, strategy=rules)
+    updates, state = jax.jit(tx.update)(placed, jax.jit(tx.init)(placed))
     want = sharded.answers({"w": leaf}, {"w": grads}, reference.JORDAN)["w"]
-    assert sharded.worst_error(leaf, update, want) <= 4e-2
-    assert update.dtype == state.mu.dtype == own
+    for strategy, update in updates.items():
+        assert sharded.worst_error(leaf, update, want) <= 4e-2, strategy
+        assert update.dtype == state.mu[strategy].dtype == own
 
 
 @pytest.mark.parametrize("promotion", ["standard", "strict"])
-@pytest.mark.parametrize("strategy", ["gather", "all_to_all", "gram"])
-def test_complex_matrices(strategy, promotion):
+def test_complex_matrices(promotion):
     leaf = Leaf((3, 16, 32), P(None, None, "f"), STACK)
+    leaves, rules = by_strategy(leaf)
     x = leaf.gradient(0) + 1j * leaf.gradient(10)
-    placed = jax.device_put(x, sharded.shardings({"w": leaf}, make_mesh({"f": 8}))["w"])
+    where = sharded.shardings(leaves, make_mesh({"f": 8}))
     want = [reference.newton_schulz(b, FAST) for b in x]
-    tx = scale_by_muon(FAST, weight_dimension_numbers=STACK, strategy=strategy)
+    tx = scale_by_muon(FAST, weight_dimension_numbers=STACK, strategy=rules)
     with jax.numpy_dtype_promotion(promotion):
-        update, _ = jax.jit(tx.update)(placed, tx.init(placed))
-    assert sharded.worst_error(leaf, update, want) <= 1e-5
-    assert update.dtype == jnp.complex64
+        updates = first_update(tx, jax.device_put(dict.fromkeys(leaves, x), where), jit=True)
+    for strategy, update in updates.items():
+        assert sharded.worst_error(leaf, update, want) <= 1e-5, strategy
+        assert update.dtype == jnp.complex64
 
 
-@pytest.mark.parametrize("strategy", ["gather", "all_to_all", "gram"])
-def test_what_is_not_finite_stays_in_its_own_matrix(strategy):
+def test_what_is_not_finite_stays_in_its_own_matrix():
     leaf = Leaf((11, *WIDE), P(None, None, "f"), STACK)
+    leaves, rules = by_strategy(leaf)
     clean = leaf.gradient(0)
     spoiled = clean.copy()
     spoiled[2, 3, 4], spoiled[5, 0, 0], spoiled[9, 15, 31] = np.nan, np.inf, -np.inf
-    placed = jax.device_put(spoiled, sharded.shardings({"w": leaf}, make_mesh({"f": 8}))["w"])
-    tx = scale_by_muon(FAST, weight_dimension_numbers=STACK, strategy=strategy)
-    update, _ = jax.jit(tx.update)(placed, tx.init(placed))
-    update, want = np.asarray(update), sharded.answers({"w": leaf}, {"w": clean})["w"]
-    for i in range(11):
-        if i in (2, 5, 9):
-            assert not np.isfinite(update[i]).any()
-        else:
-            assert reference.relative_error(update[i], want[i]) <= 1e-5
+    where = sharded.shardings(leaves, make_mesh({"f": 8}))
+    tx = scale_by_muon(FAST, weight_dimension_numbers=STACK, strategy=rules)
+    updates = first_update(tx, jax.device_put(dict.fromkeys(leaves, spoiled), where), jit=True)
+    want = sharded.answers({"w": leaf}, {"w": clean})["w"]
+    for strategy, x in updates.items():
+        for i, update in enumerate(np.asarray(x)):
+            if i in (2, 5, 9):
+                assert not np.isfinite(update).any(), strategy
+            else:
+                assert reference.relative_error(update, want[i]) <= 1e-5, strategy
 
 
 @pytest.mark.parametrize("strategy", ["gather", "all_to_all"])
@@ -275,7 +280,7 @@ def test_what_a_function_makes_of_padding_does_not_leak(strategy):
         strategy=strategy,
         device=sharded.SLOW,
     )
-    update, _ = jax.jit(tx.update)(placed, tx.init(placed))
+    update = first_update(tx, placed, jit=True)
     want = [m / np.linalg.norm(m) for m in x.astype(np.float64)]
     assert sharded.worst_error(leaf, update, want) <= 1e-5
 
@@ -301,17 +306,14 @@ def test_a_function_may_return_a_constant(count, kind):
 
 def test_a_zero_gradient_gives_exactly_zero():
     mesh = make_mesh({"f": 8})
-    leaves = {"a": Leaf((3, *WIDE), P(None, None, "f"), STACK), "b": Leaf(WIDE, P(None, "f"))}
-    placed = {
-        k: jnp.zeros(leaf.shape, device=s)
-        for (k, leaf), s in zip(
-            leaves.items(), sharded.shardings(leaves, mesh).values(), strict=True
-        )
-    }
-    for strategy in ("gather", "all_to_all", "gram"):
-        tx = scale_by_muon(weight_dimension_numbers=sharded.views(leaves), strategy=strategy)
-        updates, state = jax.jit(tx.update)(placed, tx.init(placed))
-        assert all(not np.asarray(x).any() for x in jax.tree.leaves((updates, state.mu)))
+    kinds = {"a": Leaf((3, *WIDE), P(None, None, "f"), STACK), "b": Leaf(WIDE, P(None, "f"))}
+    leaves = {f"{name}_{rule}": leaf for name, leaf in kinds.items() for rule in LONG_SIDE}
+    rules = [(name, name.split("_", 1)[1]) for name in leaves]
+    zeros = {name: np.zeros(leaf.shape, np.float32) for name, leaf in leaves.items()}
+    placed = jax.device_put(zeros, sharded.shardings(leaves, mesh))
+    tx = scale_by_muon(weight_dimension_numbers=sharded.views(leaves), strategy=rules)
+    updates, state = jax.jit(tx.update)(placed, jax.jit(tx.init)(placed))
+    assert all(not np.asarray(x).any() for x in jax.tree.leaves((updates, state.mu)))
 
 
 def test_a_stack_without_matrices():
@@ -319,7 +321,7 @@ def test_a_stack_without_matrices():
     leaf = Leaf((0, *WIDE), P(None, "f"), STACK)
     x = jnp.zeros(leaf.shape, device=sharded.shardings({"w": leaf}, mesh)["w"])
     tx = scale_by_muon(weight_dimension_numbers=STACK)
-    update, _ = jax.jit(tx.update)(x, tx.init(x))
+    update = first_update(tx, x, jit=True)
     assert update.shape == leaf.shape
 
 
@@ -347,7 +349,7 @@ def test_an_orthogonalizer_gets_whole_matrices_as_they_are(strategy):
         ns_dtype="float16",
         strategy=strategy,
     )
-    updates, _ = jax.jit(tx.update)(placed, tx.init(placed))
+    updates = first_update(tx, placed, jit=True)
     assert set(seen) == {(s, "float16") for s in ((16, 32), (32, 16), (32, 16), (16, 16))}
     for name, x in grads.items():
         np.testing.assert_array_equal(updates[name], -x.astype("float16").astype("float32"))
@@ -362,7 +364,7 @@ def test_an_orthogonalizers_dtype_is_the_exchanges_for_fewer_matrices_than_owner
         weight_dimension_numbers=STACK,
         strategy="all_to_all",
     )
-    update, _ = jax.jit(tx.update)(x, tx.init(x))
+    update = first_update(tx, x, jit=True)
     np.testing.assert_array_equal(update, -x)
 
 
@@ -372,7 +374,7 @@ def test_a_strategy_asked_for_on_one_device_without_a_mesh(strategy):
     grads = jax.tree.map(jnp.asarray, sharded.gradients(leaves))
     views = sharded.views(leaves)
     tx = scale_by_muon(FAST, weight_dimension_numbers=views, strategy=strategy)
-    updates, _ = jax.jit(tx.update)(grads, tx.init(grads))
+    updates = first_update(tx, grads, jit=True)
     want = sharded.answers(leaves, grads)
     for name, leaf in leaves.items():
         assert sharded.worst_error(leaf, updates[name], want[name]) <= 1e-5

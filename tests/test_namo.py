@@ -42,24 +42,21 @@ def case(name: str) -> meshes.Case:
     return meshes.Case(make, make_oracle)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_the_formula(name):
-    meshes.check(case(name), "one")
+def test_the_formula():
+    meshes.check_all({name: case(name) for name in OPTIONS}, "one")
 
 
 @pytest.mark.parametrize("kind", ["explicit", "auto", "manual"])
-@pytest.mark.parametrize("name", ["namo", "namo_d"])
-def test_the_same_on_meshes(name, kind):
-    meshes.check(case(name), kind)
+def test_the_same_on_meshes(kind):
+    meshes.check_all({name: case(name) for name in ("namo", "namo_d")}, kind)
 
 
 def decayed(direction, w):
     return 0.2 * np.sqrt(max(direction.shape)) * direction + 0.1 * w
 
 
-@pytest.mark.parametrize("each", ["matrix", "input"])
-def test_decay_and_scale_are_multiplied_too_if_asked(each):
-    def make(views, shardings):
+def test_decay_and_scale_are_multiplied_too_if_asked():
+    def make(views, shardings, each):
         then: Any = optax.chain(
             scale_by_shape(views, scale="match_rms_adamw", param_shardings=shardings),
             optax.add_decayed_weights(0.1),
@@ -68,8 +65,14 @@ def test_decay_and_scale_are_multiplied_too_if_asked(each):
             ns_coeffs=sharded.FAST, each=each, then=then, weight_dimension_numbers=views
         )
 
-    make_oracle = functools.partial(oracle.Namo, orthogonalize, each=each, then=decayed)
-    meshes.check(meshes.Case(make, make_oracle), "one")
+    cases = {
+        each: meshes.Case(
+            functools.partial(make, each=each),
+            functools.partial(oracle.Namo, orthogonalize, each=each, then=decayed),
+        )
+        for each in ("matrix", "input")
+    }
+    meshes.check_all(cases, "one")
 
 
 @pytest.mark.parametrize("each", ["matrix", "input"])

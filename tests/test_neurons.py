@@ -28,12 +28,10 @@ def case(name: str) -> meshes.Case:
     return meshes.Case(make, functools.partial(oracle.Neuron, **options))
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_the_formula(name):
-    meshes.check(case(name), "one")
+def test_the_formula():
+    meshes.check_all({name: case(name) for name in OPTIONS}, "one")
 
 
 @pytest.mark.parametrize("kind", ["explicit", "auto", "manual"])
-@pytest.mark.parametrize("name", ["dion", "speedrun"])
-def test_the_same_on_meshes(name, kind):
-    meshes.check(case(name), kind)
+def test_the_same_on_meshes(kind):
+    meshes.check_all({name: case(name) for name in ("dion", "speedrun")}, kind)

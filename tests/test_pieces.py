@@ -12,7 +12,7 @@ import pytest
 import sharded
 import variants_on_meshes as meshes
 from jax.sharding import PartitionSpec as P
-from running import first_update, run
+from running import apply_compiled, first_update, run
 
 from benchmarks.compiled import read_program
 from muon_optax import (
@@ -130,7 +130,7 @@ def test_a_run_goes_on_with_the_same_bits(name):
             state = jax.tree.map(_reversed, state, is_leaf=lambda x: isinstance(x, dict))
         updates, state = update(grad, state, params)
         jax.tree.map(np.testing.assert_array_equal, updates, whole[t])
-        params = optax.apply_updates(params, updates)
+        params = apply_compiled(params, updates)
     sums = [sorted(float(jnp.sum(x)) for x in jax.tree.leaves(tree)) for tree in (state, end)]
     assert sums[0] == sums[1]  # which the containers' order doesn't touch
 
@@ -210,12 +210,16 @@ def test_states_of_offloaded_parameters_are_offloaded():
 
 @pytest.mark.parametrize("name", KINDS)
 def test_in_a_slot_a_piece_takes_the_views_that_are_bound_there(name):
-    params, grads = arrays(0), arrays(1)
-    want = first_update(make(name), grads, params)
     alone = PIECES[name]() if "namo" not in name else make(name)
     step = in_order({"piece": as_stage(alone)}, ("piece",))
-    state = step.init(params, bind_leaves(params, VIEWS))
-    got, _ = step.update(grads, state, params, bind_leaves(grads, VIEWS))
+
+    @jax.jit
+    def both(grads, params):
+        state = step.init(params, bind_leaves(params, VIEWS))
+        in_slot, _ = step.update(grads, state, params, bind_leaves(grads, VIEWS))
+        return in_slot, first_update(make(name), grads, params)
+
+    got, want = both(arrays(1), arrays(0))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
 
 
@@ -225,12 +229,12 @@ def test_members_of_an_ensemble_on_an_explicit_mesh():
     shape, spec = (2, 4, 6), P("members", "a", "b")
     params, grads = (meshes.arrays(seed, {"w": shape})["w"] for seed in (0, 1))
     tx = optax.chain(scale_by_neuron(), hyperball(0.1))
-    step = lambda g, w: tx.update(g, tx.init(w), w)[0]  # noqa: E731
+    step = functools.partial(first_update, tx)
     place = functools.partial(jax.device_put, device=jax.NamedSharding(mesh, spec))
     got = jax.jit(jax.vmap(step))(place(grads), place(params))
     assert got.sharding.spec == spec
     for i, update in enumerate(np.asarray(got)):
-        want: Any = step(jnp.asarray(grads[i]), jnp.asarray(params[i]))
+        want: Any = jax.jit(step)(grads[i], params[i])
         np.testing.assert_allclose(update, want, rtol=1e-5, atol=1e-6)
 
 
@@ -239,9 +243,9 @@ def test_an_auto_mesh_of_which_nothing_is_said():
     where = {name: jax.NamedSharding(mesh, spec) for name, spec in SPECS.items()}
     tx = optax.chain(make("neuron_longer"), make("hyperball"))
     params, grads = arrays(0), arrays(1)
-    want = first_update(tx, grads, params)
+    want = first_update(tx, grads, params, jit=True)
     placed = jax.device_put((grads, params), (where, where))
-    got = jax.jit(functools.partial(first_update, tx))(*placed)
+    got = first_update(tx, *placed, jit=True)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
 
 
@@ -254,7 +258,7 @@ def test_axes_of_size_1_in_a_shard_map(sizes):
     names = ("neuron_longer", "hyperball")
     tx = optax.chain(*[make(name, param_shardings=where) for name in names])
     params, grads = meshes.arrays(0, shapes), meshes.arrays(1, shapes)
-    want = first_update(optax.chain(*map(make, names)), grads, params)
+    want = first_update(optax.chain(*map(make, names)), grads, params, jit=True)
     of_state = jax.tree.map(lambda s: s.spec, state_shardings(tx, params, where))
     init = jax.shard_map(tx.init, mesh=mesh, in_specs=(specs,), out_specs=of_state)
     ins = (specs, of_state, specs)
@@ -266,13 +270,13 @@ def test_axes_of_size_1_in_a_shard_map(sizes):
 def test_steps_that_are_skipped_move_nothing():
     tx = optax.MultiSteps(optax.chain(make("neuron"), make("hyperball")), 2)
     params = arrays(0)
-    first = tx.init(params)
-    _, second = tx.update(arrays(1), first, params)
+    first, update = tx.init(params), jax.jit(tx.update)
+    _, second = update(arrays(1), first, params)
     for old, new in zip(
         *(jax.tree.leaves(x.inner_opt_state) for x in (first, second)), strict=True
     ):
         np.testing.assert_array_equal(old, new)
-    _, third = tx.update(arrays(2), second, params)
+    _, third = update(arrays(2), second, params)
     assert third.inner_opt_state[1].count == 1
 
 
@@ -296,14 +300,14 @@ def test_the_same_under_zero_1(kind):
     want, _, _ = run(chain(), arrays(0), grads, jit=True)
     tx: Any = chain(param_shardings=where)
     params = jax.device_put(arrays(0), where)
-    state, traces = tx.init(params), []
+    state, traces = jax.jit(tx.init)(params), []
     update = jax.jit(lambda *args: traces.append(args) or tx.update(*args))
     for t, grad in enumerate(grads):
         updates, state = update(jax.device_put(grad, where), state, params)
         for name, x in updates.items():
             sharded.assert_sharded(x, where[name])
             np.testing.assert_allclose(x, want[t][name], rtol=1e-5, atol=1e-6)
-        params = optax.apply_updates(params, updates)
+        params = apply_compiled(params, updates)
     assert len(traces) == 1
 
 

@@ -14,6 +14,7 @@ import sharded
 from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from running import first_update
 from sharded import OVERLAPPING, STACK, Leaf, make_mesh
 from shown import plan
 
@@ -56,7 +57,7 @@ def steps_of(own, compute, **options):
 def on_one_device(own, compute):
     """Updates and momentum after each step, where every matrix is whole."""
     tx, grads = steps_of(own, compute, strategy="local")
-    state, update, found = tx.init(grads[0]), jax.jit(tx.update), []
+    state, update, found = jax.jit(tx.init)(grads[0]), jax.jit(tx.update), []
     for grad in grads:
         updates, state = update(grad, state)
         found.append((updates, state.mu))
@@ -75,7 +76,7 @@ def test_several_steps_are_those_of_one_device(dtypes, overlaps):
     bar = 1e-5 if (own, compute) == ("float32", None) else 4e-2
     for grad, (want, momentum) in zip(grads, on_one_device(own, compute), strict=True):
         placed = jax.device_put(grad, where)
-        state = tx.init(placed) if state is None else state
+        state = jax.jit(tx.init)(placed) if state is None else state
         got, state = update(placed, state)
         for name, leaf in LEAVES.items():
             assert got[name].dtype == state.mu[name].dtype == own
@@ -105,7 +106,7 @@ def test_results_that_end_elsewhere_have_a_place_of_their_own(dtype):
         max_workspace_bytes=1,
     )
     placed = jax.device_put(grads, home)
-    updates, _ = jax.jit(tx.update)(placed, jax.jit(tx.init)(placed))
+    updates = first_update(tx, placed, jit=True)
     for name, want in sharded.answers(leaves, grads).items():
         sharded.assert_sharded(updates[name], home)
         bar = 1e-5 if dtype == "float32" else 4e-2
@@ -248,8 +249,10 @@ def test_derivatives_pass_through_the_rounds(count):
     tx = scale_by_muon(sharded.FAST, weight_dimension_numbers=STACK, device=OVERLAPPING)
 
     def slope(tx, grad):
-        state = tx.init(grad)
-        return jax.jit(jax.grad(lambda g: jnp.sum(jnp.sin(tx.update(g, state)[0]))))(grad)
+        def loss(g):
+            return jnp.sum(jnp.sin(tx.update(g, tx.init(grad))[0]))
+
+        return jax.jit(jax.grad(loss))(grad)
 
     assert reference.relative_error(slope(tx, placed), np.asarray(slope(alone, x))) <= 1e-5
 

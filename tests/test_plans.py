@@ -1,5 +1,6 @@
 """The plan that is printed is the plan that runs, with the design's byte counts."""
 
+import functools
 import json
 import math
 from typing import Any
@@ -216,6 +217,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], Leaf, int, P | None, str]] = {
 }
 
 
+@functools.cache
 def compiled_and_planned(name: str, kind: str) -> tuple[int, Any]:
     """Bytes that a device receives in a compiled update, and the plan of it."""
     sizes, leaf, count, mu_spec, strategy = LAYOUTS[name]

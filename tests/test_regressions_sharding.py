@@ -1,6 +1,7 @@
 """Regressions from public reports: sharded meshes."""
 
 import contextlib
+import functools
 import re
 from typing import Any
 
@@ -12,19 +13,25 @@ import reference
 import sharded
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from running import first_update
 from sharded import FAST, STACK, Leaf, make_mesh
 
 from benchmarks.compiled import read_program
 from muon_optax import MuonDimensionNumbers, muon, scale_by_muon
 
+Sharded = list[tuple[tuple[int, int], P]]
 
-def kernel_update(kernel: np.ndarray, mesh, spec: P, **options: Any):
-    """The first update of one kernel on a mesh."""
-    where = {"kernel": NamedSharding(mesh, spec)}
+
+def largest_error(kernels: Sharded, mesh: jax.sharding.Mesh) -> float:
+    """That of the first update of any of these kernels on a mesh; one program updates all."""
+    where = {f"{shape}, {spec}": NamedSharding(mesh, spec) for shape, spec in kernels}
+    grads = {k: reference.matrix(0, *shape) for k, (shape, _) in zip(where, kernels, strict=True)}
     view = MuonDimensionNumbers()  # thin ones look like heads
-    tx = muon(0.1, FAST, param_shardings=where, muon_weight_dimension_numbers=view, **options)
-    placed = jax.device_put({"kernel": kernel}, where)
-    return jax.jit(tx.update)(placed, jax.jit(tx.init)(placed), placed)[0]["kernel"]
+    tx = muon(0.1, FAST, param_shardings=where, muon_weight_dimension_numbers=view)
+    got = first_update(tx, jax.device_put(grads, where), jit=True)
+    return float(
+        np.max([reference.relative_error(got[k], whole_update(x)) for k, x in grads.items()])
+    )
 
 
 def whole_update(kernel: np.ndarray, rate: float = 0.1) -> np.ndarray:
@@ -49,7 +56,7 @@ def test_the_update_does_not_depend_on_the_mesh(sizes):
     where = {f"kernel_{i}": NamedSharding(mesh, spec) for i, spec in enumerate(specs)}
     placed = jax.device_put(dict.fromkeys(where, kernel), where)
     tx = muon(0.1, FAST)
-    updates, _ = jax.jit(tx.update)(placed, jax.jit(tx.init)(placed), placed)
+    updates = first_update(tx, placed, jit=True)
     want = whole_update(kernel)
     for name, sharding in where.items():
         assert reference.relative_error(updates[name], want) <= 1e-5
@@ -81,20 +88,15 @@ def test_an_axis_that_does_not_divide_is_a_clear_error(shape, spec):
         jax.jit(tx.update).lower(params, tx.init(params), params)
 
 
-@pytest.mark.parametrize(
-    ("shape", "spec"),
-    [
+def test_other_sizes_work():
+    kernels: Sharded = [
         ((18, 4), P()),
         ((1, 8), P(None, "f")),
         ((1, 8), P()),
         ((8, 1), P("f")),
         ((18, 8), P(None, "f")),
-    ],
-)
-def test_other_sizes_work(shape, spec):
-    kernel = reference.matrix(0, *shape)
-    got = kernel_update(kernel, make_mesh({"f": 8}), spec)
-    assert reference.relative_error(got, whole_update(kernel)) <= 1e-5
+    ]
+    assert largest_error(kernels, make_mesh({"f": 8})) <= 1e-5
 
 
 def test_nineteen_matrices_and_a_stack_of_three_of_two_dtypes():
@@ -104,16 +106,12 @@ def test_nineteen_matrices_and_a_stack_of_three_of_two_dtypes():
     grads = sharded.gradients(leaves)
     halves = {f"layer_{i}" for i in range(0, 19, 2)}
     grads = {k: x.astype("bfloat16" if k in halves else "float32") for k, x in grads.items()}
+    options: Any = {"weight_dimension_numbers": sharded.views(leaves), "device": sharded.SLOW}
+    placed = jax.device_put(grads, sharded.shardings(leaves, mesh))
+    want = sharded.answers(leaves, grads)
     for strategy in ("auto", "gather", "all_to_all"):
-        tx = scale_by_muon(
-            FAST,
-            weight_dimension_numbers=sharded.views(leaves),
-            strategy=strategy,
-            device=sharded.SLOW,
-        )
-        placed = jax.device_put(grads, sharded.shardings(leaves, mesh))
-        updates, _ = jax.jit(tx.update)(placed, tx.init(placed))
-        want = sharded.answers(leaves, grads)
+        tx = scale_by_muon(FAST, strategy=strategy, **options)
+        updates = first_update(tx, placed, jit=True)
         for name, leaf in leaves.items():
             bar = 4e-2 if name in halves else 1e-5
             assert np.isfinite(np.asarray(updates[name], np.float32)).all()
@@ -127,10 +125,8 @@ def test_nineteen_matrices_and_a_stack_of_three_of_two_dtypes():
 
 def test_hybrid_sharding_gathers_within_a_replica():
     mesh = make_mesh({"replica": 2, "fsdp": 4})
-    kernel = reference.matrix(0, 16, 32)
     spec = P("fsdp", None)
-    got = kernel_update(kernel, mesh, spec)
-    assert reference.relative_error(got, whole_update(kernel)) <= 1e-5
+    assert largest_error([((16, 32), spec)], mesh) <= 1e-5
     found = read_program(sharded.compile_update({"w": Leaf((16, 32), spec)}, mesh))
     groups = {frozenset(g) for c in found.collectives for g in c.groups}
     assert groups == {frozenset(range(4)), frozenset(range(4, 8))}
@@ -202,26 +198,21 @@ def test_matrices_of_one_row_or_column(shape, want):
     grad = np.arange(1, 1 + np.prod(shape), dtype=np.float32).reshape(shape)
     tx: Any = muon(1.0, muon_weight_dimension_numbers=MuonDimensionNumbers())
     params = {"kernel": grad}
-    updates = tx.update(params, tx.init(params), params)[0]["kernel"]
+    updates = first_update(tx, params, jit=True)["kernel"]
     np.testing.assert_allclose(np.ravel(updates), want, atol=6e-5)
 
 
-@pytest.mark.parametrize(
-    ("shape", "spec"),
-    [
+def test_thin_matrices_on_two_devices():
+    kernels: Sharded = [
         ((1, 8), P(None, "f")),
         ((8, 1), P("f")),
         ((3, 8), P(None, "f")),
         ((18, 4), P("f")),
         ((4, 8), P(None, "f")),
         ((4, 8), P("f")),
-    ],
-)
-def test_thin_matrices_on_two_devices(shape, spec):
-    kernel = reference.matrix(0, *shape)
+    ]
     mesh = jax.make_mesh((2,), ("f",), devices=jax.devices()[:2])
-    got = kernel_update(kernel, mesh, spec)
-    assert reference.relative_error(got, whole_update(kernel)) <= 1e-6
+    assert largest_error(kernels, mesh) <= 1e-6
 
 
 # Collectives in every Newton-Schulz step.
@@ -276,10 +267,10 @@ def test_grouped_results_equal_ungrouped_ones(spec):
     grads, where = sharded.gradients(leaves), sharded.shardings(leaves, mesh)
     tx = scale_by_muon(FAST, device=sharded.SLOW)
     placed = jax.device_put(grads, where)
-    together, _ = jax.jit(tx.update)(placed, tx.init(placed))
+    together = first_update(tx, placed, jit=True)
+    alone = jax.jit(functools.partial(first_update, tx))
     for name, x in grads.items():
-        alone, _ = jax.jit(tx.update)(x, tx.init(x))
-        assert reference.relative_error(together[name], alone) <= 1e-6
+        assert reference.relative_error(together[name], alone(x)) <= 1e-6
 
 
 # Memory: state doubled, workspace unbounded.

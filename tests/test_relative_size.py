@@ -30,9 +30,8 @@ def case(name: str) -> meshes.Case:
     return meshes.Case(make, of_matrix)
 
 
-@pytest.mark.parametrize("name", PIECES)
-def test_the_formula(name):
-    meshes.check(case(name), "one")
+def test_the_formula():
+    meshes.check_all({name: case(name) for name in PIECES}, "one")
 
 
 def floored(views: Any, shardings: Any) -> optax.GradientTransformation:
@@ -61,10 +60,13 @@ CHAINS = {
 
 
 @pytest.mark.parametrize("kind", ["explicit", "auto", "manual"])
-@pytest.mark.parametrize("make", CHAINS)
-def test_the_same_on_meshes(make, kind):
+def test_the_same_on_meshes(kind):
     """With the pieces that may stand around it."""
-    meshes.check(meshes.Case(make, CHAINS[make], moved=meshes.added), kind)
+    cases = {
+        make.__name__: meshes.Case(make, of_matrix, moved=meshes.added)
+        for make, of_matrix in CHAINS.items()
+    }
+    meshes.check_all(cases, kind)
 
 
 def test_the_floor_acts_on_some_matrices_and_not_on_others():

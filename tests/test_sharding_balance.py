@@ -11,6 +11,7 @@ import reference
 import sharded
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from running import first_update
 from sharded import make_mesh
 from shown import plan
 
@@ -74,7 +75,7 @@ def test_real_matrices_are_shared_out_evenly_at_run_time(name):
     params = {name: reference.matrix(i, *s) for i, (name, s) in enumerate(shapes.items())}
     params = jax.device_put({**params, "bias": np.zeros(32, np.float32)}, where)
     tx = muon(0.1, orthogonalizer=orthogonalizer, device=sharded.SLOW)
-    jax.block_until_ready(jax.jit(tx.update)(params, tx.init(params), params))
+    jax.block_until_ready(first_update(tx, params, jit=True))
     jax.effects_barrier()
     done: dict[int, int] = collections.Counter()
     for device, flops in calls:

@@ -1,7 +1,9 @@
 """The update under JAX's other transformations, and called in other ways."""
 
+import itertools
 import warnings
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ from muon_optax import (
 )
 
 KINDS = ["explicit", "auto"]
+MEMBERS = Leaf((4, 16, 32), P(), STACK)
 SPECS = {"w": P("f"), "b": P()}
 
 
@@ -41,32 +44,44 @@ def host(x: Any) -> np.ndarray:
     return np.asarray(x, np.float64)
 
 
-def members(kind: str, spec: P, strategy: str, axis: str | None = None, within: Any = lambda f: f):
-    """Updates of four members under `vmap`, the right ones, and how they should be sharded."""
-    mesh = make_mesh({"m": 2, "f": 4}, kind)
-    leaf = Leaf((4, 16, 32), spec, STACK)
-    x = leaf.gradient(0)
-    inner = P(*tuple(spec)[1:])
-    tx = scale_by_muon(FAST, strategy=strategy, param_shardings=inner if kind == "auto" else None)
-    where = NamedSharding(mesh, spec)
+class Members(NamedTuple):
+    """Four members on a mesh, how each is updated, and what is vmapped."""
 
-    def step(x):
-        update = within(lambda g: tx.update(g, tx.init(g))[0])
-        return jax.vmap(update, spmd_axis_name=axis)(x)
-
-    updates = jax.jit(step)(jax.device_put(x, where))
-    want = sharded.answers({"w": leaf}, {"w": x})["w"]
-    return sharded.worst_error(leaf, updates, want), updates, where
+    spec: P
+    strategy: str = "auto"
+    axis: str | None = None
+    within: Any = lambda f: f
 
 
-@pytest.mark.parametrize("strategy", ["auto", "gather", "all_to_all"])
-@pytest.mark.parametrize("spec", [P("m", "f"), P(None, "f"), P("m", None, "f")])
+def check_members(kind: str, members: Iterable[Members], sizes: Any) -> None:
+    """The updates of members are right and sharded like them; one program makes those of all."""
+    cases = list(members)
+    mesh, x = make_mesh(sizes, kind), MEMBERS.gradient(0)
+
+    def step(case: Members, x: jax.Array) -> jax.Array:
+        inner = P(*tuple(case.spec)[1:]) if kind == "auto" else None
+        tx = scale_by_muon(FAST, strategy=case.strategy, param_shardings=inner)
+        update = case.within(lambda g: tx.update(g, tx.init(g))[0])
+        return jax.vmap(update, spmd_axis_name=case.axis)(x)
+
+    where = [NamedSharding(mesh, case.spec) for case in cases]
+    step_all = jax.jit(lambda *xs: [step(case, x) for case, x in zip(cases, xs, strict=True)])
+    updates = step_all(*(jax.device_put(x, sharding) for sharding in where))
+    want = sharded.answers({"w": MEMBERS}, {"w": x})["w"]
+    for case, update, sharding in zip(cases, updates, where, strict=True):
+        assert sharded.worst_error(MEMBERS, update, want) <= 1e-5, case
+        if kind == "explicit" or case.axis or tuple(case.spec[:1]) == (None,):
+            sharded.assert_sharded(update, sharding)
+
+
+TWO, THREE = {"m": 2, "f": 4}, {"m": 2, "x": 2, "y": 2}
+SHARDED_MEMBERS = [P("m", "f"), P(None, "f"), P("m", None, "f")]
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_members_under_vmap(kind, spec, strategy):
-    error, updates, where = members(kind, spec, strategy)
-    assert error <= 1e-5
-    if kind == "explicit" or spec[0] is None:
-        sharded.assert_sharded(updates, where)
+def test_members_under_vmap(kind):
+    cases = itertools.product(SHARDED_MEMBERS, ["auto", "gather", "all_to_all"])
+    check_members(kind, itertools.starmap(Members, cases), TWO)
 
 
 def in_scan(step: Any) -> Any:
@@ -78,14 +93,10 @@ def in_cond(step: Any) -> Any:
 
 
 @pytest.mark.parametrize("within", [jax.jit, jax.checkpoint, in_scan, in_cond])
-@pytest.mark.parametrize("spec", [P("m", "f"), P("m")])
 @pytest.mark.parametrize("kind", KINDS)
-def test_members_of_transformed_updates_under_vmap(kind, spec, within):
+def test_members_of_transformed_updates_under_vmap(kind, within):
     """The tracers at hand are the inner transformation's, and show nothing of the vmap."""
-    error, updates, where = members(kind, spec, "auto", within=within)
-    assert error <= 1e-5
-    if kind == "explicit":
-        sharded.assert_sharded(updates, where)
+    check_members(kind, [Members(spec, within=within) for spec in (P("m", "f"), P("m"))], TWO)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -140,26 +151,15 @@ def test_gram_is_refused_where_members_lie_over_an_explicit_axis():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("spec", [P("m"), P()])
-def test_members_with_whole_matrices_under_vmap(kind, spec):
-    error, updates, where = members(kind, spec, "auto")
-    assert error <= 1e-5
-    if kind == "explicit":
-        sharded.assert_sharded(updates, where)
+def test_members_with_whole_matrices_under_vmap(kind):
+    check_members(kind, map(Members, [P("m"), P()]), TWO)
 
 
-@pytest.mark.parametrize("strategy", ["gather", "all_to_all"])
-@pytest.mark.parametrize("spec", [P("m", "x", "y"), P("m", ("x", "y")), P("m", None, ("y", "x"))])
 @pytest.mark.parametrize("kind", KINDS)
-def test_members_of_matrices_cut_over_two_axes(kind, spec, strategy):
-    leaf = Leaf((4, 16, 32), spec, STACK)
-    x, inner = leaf.gradient(0), P(*tuple(spec)[1:])
-    tx = scale_by_muon(FAST, strategy=strategy, param_shardings=inner if kind == "auto" else None)
-    mesh = make_mesh({"m": 2, "x": 2, "y": 2}, kind)
-    step = jax.vmap(lambda g: tx.update(g, tx.init(g))[0])
-    updates = jax.jit(step)(jax.device_put(x, NamedSharding(mesh, spec)))
-    want = sharded.answers({"w": leaf}, {"w": x})["w"]
-    assert sharded.worst_error(leaf, updates, want) <= 1e-5
+def test_members_of_matrices_cut_over_two_axes(kind):
+    specs = [P("m", "x", "y"), P("m", ("x", "y")), P("m", None, ("y", "x"))]
+    cases = itertools.product(specs, ["gather", "all_to_all"])
+    check_members(kind, itertools.starmap(Members, cases), THREE)
 
 
 @pytest.mark.parametrize(
@@ -235,9 +235,7 @@ def test_members_whose_results_are_written_to_a_place_of_their_own(kind, spec):
     ],
 )
 def test_members_keep_their_axis_where_it_is_named(strategy):
-    error, updates, where = members("auto", P("m", "f"), strategy, axis="m")
-    assert error <= 1e-5
-    sharded.assert_sharded(updates, where)
+    check_members("auto", [Members(P("m", "f"), strategy, axis="m")], TWO)
 
 
 @pytest.mark.parametrize("kind", KINDS)

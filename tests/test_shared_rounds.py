@@ -13,6 +13,7 @@ import reference
 import sharded
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from running import first_update
 from sharded import FAST, STACK, Leaf, make_mesh
 from shown import plan
 
@@ -133,16 +134,16 @@ def test_inside_a_shard_map(check_vma):
 def test_several_steps_are_those_of_one_device(dtypes):
     own, compute = dtypes
     options = {"weight_dimension_numbers": sharded.views(FSDP), "ns_dtype": compute}
-    alone = scale_by_muon(**options, strategy="local")
-    tx = scale_by_muon(**options, device=IN_ORDER)
+    alone = scale_by_muon(FAST, **options, strategy="local")
+    tx = scale_by_muon(FAST, **options, device=IN_ORDER)
     where = sharded.shardings(FSDP, make_mesh({"f": 8}))
     bar = 1e-5 if (own, compute) == ("float32", None) else 4e-2
     state = want_state = None
     for seed in (0, 7):
         grad = {k: jnp.asarray(g, own) for k, g in sharded.gradients(FSDP, seed).items()}
         placed = jax.device_put(grad, where)
-        state = tx.init(placed) if state is None else state
-        want_state = alone.init(grad) if want_state is None else want_state
+        state = jax.jit(tx.init)(placed) if state is None else state
+        want_state = jax.jit(alone.init)(grad) if want_state is None else want_state
         got, state = jax.jit(tx.update, donate_argnums=(0, 1))(placed, state)
         want, want_state = jax.jit(alone.update)(grad, want_state)
         for name, leaf in FSDP.items():
@@ -170,9 +171,8 @@ def test_every_schedule_is_that_of_one_device(options):
     mesh, grads = make_mesh({"x": 2, "y": 4}), sharded.gradients(FSDP_TP)
     options = {**options, "weight_dimension_numbers": sharded.views(FSDP_TP)}
     alone, tx = scale_by_muon(**options), scale_by_muon(**options, device=IN_NO_ORDER)
-    want = jax.jit(alone.update)(grads, alone.init(grads))[0]
-    placed = jax.device_put(grads, sharded.shardings(FSDP_TP, mesh))
-    got = jax.jit(tx.update)(placed, tx.init(placed))[0]
+    want = first_update(alone, grads, jit=True)
+    got = first_update(tx, jax.device_put(grads, sharded.shardings(FSDP_TP, mesh)), jit=True)
     for name, leaf in FSDP_TP.items():
         assert sharded.worst_error(leaf, got[name], leaf.blocks(want[name])) <= 1e-5
 
@@ -248,7 +248,7 @@ def test_what_is_not_finite_stays_in_its_own_matrix():
     spoiled["down"][3, 4] = np.nan
     placed = jax.device_put(spoiled, sharded.shardings(FSDP, mesh))
     tx = scale_by_muon(FAST, device=IN_NO_ORDER, weight_dimension_numbers=sharded.views(FSDP))
-    updates, _ = jax.jit(tx.update)(placed, tx.init(placed))
+    updates = first_update(tx, placed, jit=True)
     assert not np.isfinite(updates.pop("down")).any()
     for name, x in updates.items():
         assert sharded.worst_error(FSDP[name], x, sharded.answers(FSDP, grads)[name]) <= 1e-5

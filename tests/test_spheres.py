@@ -39,15 +39,18 @@ def case(rate: str, radius) -> meshes.Case:
     return meshes.Case(make, of_matrix, moved=meshes.added)
 
 
-@pytest.mark.parametrize(("rate", "radius"), list(itertools.product(RATES, RADII)))
-def test_the_formula(rate, radius):
-    meshes.check(case(rate, radius), "one")
+def cases(*options):
+    """By a rate and a radius each."""
+    return {f"{rate}, {radius}": case(rate, radius) for rate, radius in options}
+
+
+def test_the_formula():
+    meshes.check_all(cases(*itertools.product(RATES, RADII)), "one")
 
 
 @pytest.mark.parametrize("kind", ["explicit", "auto", "manual"])
-@pytest.mark.parametrize(("rate", "radius"), [("schedule", "initial"), ("number", "current")])
-def test_the_same_on_meshes(rate, radius, kind):
-    meshes.check(case(rate, radius), kind)
+def test_the_same_on_meshes(kind):
+    meshes.check_all(cases(("schedule", "initial"), ("number", "current")), kind)
 
 
 SPANS: dict[str, tuple[Any, tuple[int, ...]]] = {
@@ -90,7 +93,7 @@ def test_adamh_is_adam_and_hyperball():
     weights = meshes.arrays(0, {"w": (6, 8)})["w"]
     grads = [meshes.arrays(t, {"w": (6, 8)})["w"] for t in range(1, 11)]
     tx = optax.chain(optax.scale_by_adam(0.9, 0.95), hyperball(0.05))
-    _, _, got = run(tx, jnp.asarray(weights), grads)
+    _, _, got = run(tx, jnp.asarray(weights), grads, jit=True)
     w, m, v = weights.astype(np.float64), 0.0, 0.0
     ball = oracle.Hyperball(lambda _: 0.05)
     for t, g in enumerate((g.astype(np.float64) for g in grads), start=1):
@@ -109,7 +112,7 @@ def test_weights_of_zero_are_refused_where_they_can_be_seen(radius):
         tx.init(params)
     assert [line.split(":")[0] for line in str(error.value).splitlines()[1:]] == ["  a", "  c"]
     state = jax.jit(tx.init)(params)  # nothing can be seen here: they stay where they are
-    updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+    updates, _ = jax.jit(tx.update)(jax.tree.map(jnp.ones_like, params), state, params)
     np.testing.assert_array_equal(updates["a"], 0.0)
     np.testing.assert_array_equal(updates["c"][1], 0.0)
     assert np.all(np.isfinite(updates["c"]))

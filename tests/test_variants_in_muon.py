@@ -1,6 +1,7 @@
 """Muon's variants as stages of `muon`, beside the same pieces in a chain and their formulas."""
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import sharded
 import variants_on_meshes as meshes
 import variants_oracle as oracle
 from jax.sharding import PartitionSpec as P
-from running import run
+from running import apply_compiled, run, side_by_side
 
 from muon_optax import (
     BlockPeriodic,
@@ -191,106 +192,125 @@ def arrays(seed: int) -> Any:
     return meshes.arrays(seed, SHAPES)
 
 
+Names = Iterable[str]
+
+
+def variants(names: Names = VARIANTS, **options: Any) -> Any:
+    """Each variant updates its own entry of a dict."""
+    return side_by_side({name: in_muon(**options, **VARIANTS[name][0]) for name in names})
+
+
+GRADS = [arrays(seed) for seed in range(1, 5)]
+on_one_device = functools.cache(variants)
+
+
 @functools.cache
-def on_one_device(name: str) -> Any:
-    """A variant; what several tests run of it is compiled once."""
-    return in_muon(**VARIANTS[name][0])
+def run_on_one_device() -> tuple[Any, Any]:
+    """The updates of four steps by all variants, and their last states."""
+    everyone = [dict.fromkeys(VARIANTS, tree) for tree in (arrays(0), *GRADS)]
+    updates, state, _ = run(on_one_device(), everyone[0], everyone[1:], jit=True)
+    return updates, state
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_muon_is_the_chain_of_the_same_pieces(name):
-    chain = VARIANTS[name][1]
-    grads = [arrays(seed) for seed in range(1, 5)]
-    got, state, _ = run(on_one_device(name), arrays(0), grads, jit=True)
-    without = lambda tree: {k: tree[k] for k in VIEWS}  # noqa: E731
-    want, _, _ = run(optax.chain(*chain()), without(arrays(0)), list(map(without, grads)), jit=True)
-    for t in range(len(grads)):
-        for k in VIEWS:
-            np.testing.assert_allclose(got[t][k], want[t][k], rtol=1e-5, atol=1e-6)
-    assert momentum(state)["qkv"].shape == (4, 16)
+def test_muon_is_the_chain_of_the_same_pieces():
+    got, state = run_on_one_device()
+    chains = side_by_side({k: optax.chain(*chain()) for k, (_, chain) in VARIANTS.items()})
+    without = [{k: tree[k] for k in VIEWS} for tree in (arrays(0), *GRADS)]
+    params, *grads = [dict.fromkeys(VARIANTS, tree) for tree in without]
+    want, _, _ = run(chains, params, grads, jit=True)
+    for name in VARIANTS:
+        for t in range(len(grads)):
+            for k in VIEWS:
+                x, y = got[t][name][k], want[t][name][k]
+                np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6, err_msg=f"{name}, step {t}")
+        assert momentum(state[name])["qkv"].shape == (4, 16)
+
+
+def check_steps(state: Any, update: Any, where: Any, expected: Any, steps: int) -> None:
+    """Updates on a mesh are those of one device, and states are sharded as expected."""
+    want, _ = run_on_one_device()
+    params = dict.fromkeys(state, jax.device_put(arrays(0), where))
+    for t, grad in enumerate(GRADS[:steps]):
+        updates, state = update(dict.fromkeys(state, jax.device_put(grad, where)), state, params)
+        for name in state:
+            meshes.check_shardings(state[name], expected[name])
+            for k in VIEWS:
+                sharded.assert_sharded(updates[name][k], where[k])
+                error = reference.relative_error(updates[name][k], want[t][name][k])
+                assert error <= 1e-5, f"{name}, {k}, step {t}: {error:.1e}"
+        params = apply_compiled(params, updates)
 
 
 @pytest.mark.parametrize("kind", ["explicit", "auto", "manual"])
-@pytest.mark.parametrize(
-    "name", ["longer side, cautious decay", "namo_d", "muonh", "adamuon", "muonbp", "nordion2"]
-)
-def test_muon_is_the_same_on_meshes(name, kind):
+def test_muon_is_the_same_on_meshes(kind):
     """And every state is sharded as `state_shardings` says, which asks `muon`."""
+    names = ("longer side, cautious decay", "namo_d", "muonh", "adamuon", "muonbp", "nordion2")
     mesh = sharded.make_mesh({"a": 2, "b": 4}, meshes.KINDS[kind])
     where = {k: jax.NamedSharding(mesh, spec) for k, spec in SPECS.items()}
-    options = VARIANTS[name][0]
-    grads = [arrays(seed) for seed in range(1, 4)]
-    want, _, _ = run(on_one_device(name), arrays(0), grads, jit=True)
-    tx = in_muon(param_shardings=where, **options)
     params = jax.device_put(arrays(0), where)
-    expected = state_shardings(tx, params)
+    expected = {
+        name: state_shardings(in_muon(param_shardings=where, **VARIANTS[name][0]), params)
+        for name in names
+    }
+    tx = variants(names, param_shardings=where)
     init, update = tx.init, tx.update
     if kind == "manual":
+        specs = dict.fromkeys(names, SPECS)
         of_state = jax.tree.map(lambda s: s.spec, expected)
-        init = jax.shard_map(init, mesh=mesh, in_specs=(SPECS,), out_specs=of_state)
-        ins = (SPECS, of_state, SPECS)
-        update = jax.shard_map(update, mesh=mesh, in_specs=ins, out_specs=(SPECS, of_state))
-    state, update = jax.jit(init)(params), jax.jit(update)
-    for t, grad in enumerate(grads):
-        updates, state = update(jax.device_put(grad, where), state, params)
-        meshes.check_shardings(state, expected)
-        for k in VIEWS:
-            error = reference.relative_error(updates[k], want[t][k])
-            assert error <= 1e-5, f"{k}, step {t}: {error:.1e}"
-        params = optax.apply_updates(params, updates)
+        init = jax.shard_map(init, mesh=mesh, in_specs=(specs,), out_specs=of_state)
+        ins = (specs, of_state, specs)
+        update = jax.shard_map(update, mesh=mesh, in_specs=ins, out_specs=(specs, of_state))
+    state = jax.jit(init)(dict.fromkeys(names, params))
+    check_steps(state, jax.jit(update), where, expected, 3)
 
 
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
-@pytest.mark.parametrize("name", ["normuon", "namo", "namo_d", "muonh", "muonbp", "nordion2"])
-def test_muon_is_the_same_under_zero_1(name, kind):
+def test_muon_is_the_same_under_zero_1(kind):
+    names = ("normuon", "namo", "namo_d", "muonh", "muonbp", "nordion2")
     mesh = sharded.make_mesh({"data": 2}, kind)
     where = {k: jax.NamedSharding(mesh, P()) for k in SHAPES}
     there = {k: jax.NamedSharding(mesh, P("data")) for k in SHAPES}
-    options = VARIANTS[name][0]
-    grads = [arrays(seed) for seed in range(1, 3)]
-    want, _, _ = run(on_one_device(name), arrays(0), grads, jit=True)
-    tx = in_muon(param_shardings=where, mu_shardings=there, **options)
+    options: Any = {"param_shardings": where, "mu_shardings": there}
     params = jax.device_put(arrays(0), where)
-    state, update = tx.init(params), jax.jit(tx.update)
-    for t, grad in enumerate(grads):
-        updates, state = update(jax.device_put(grad, where), state, params)
-        meshes.check_shardings(state, state_shardings(tx, params))
-        for k in VIEWS:
-            sharded.assert_sharded(updates[k], where[k])
-            assert reference.relative_error(updates[k], want[t][k]) <= 1e-5
-        params = optax.apply_updates(params, updates)
+    expected = {
+        name: state_shardings(in_muon(**options, **VARIANTS[name][0]), params) for name in names
+    }
+    tx = variants(names, **options)
+    state = jax.jit(tx.init)(dict.fromkeys(names, params))
+    check_steps(state, jax.jit(tx.update), where, expected, 2)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_run_goes_on_with_the_same_bits(name):
-    tx, grads = on_one_device(name), [arrays(seed) for seed in range(1, 5)]
-    want, end, _ = run(tx, arrays(0), grads, jit=True)
-    _, state, params = run(tx, arrays(0), grads[:2], jit=True)
+def test_a_run_goes_on_with_the_same_bits():
+    tx, (want, end) = on_one_device(), run_on_one_device()
+    grads = [dict.fromkeys(VARIANTS, grad) for grad in GRADS]
+    _, state, params = run(tx, dict.fromkeys(VARIANTS, arrays(0)), grads[:2], jit=True)
     saved, update = jax.tree.map(np.asarray, state), jax.jit(tx.update)
-    check_state(tx, params, saved)
+    for name, (options, _) in VARIANTS.items():
+        check_state(in_muon(**options), params[name], saved[name])
     for t, grad in enumerate(grads[2:], start=2):
         updates, saved = update(grad, saved, params)
         jax.tree.map(np.testing.assert_array_equal, updates, want[t])
-        params = optax.apply_updates(params, updates)
+        params = apply_compiled(params, updates)
     jax.tree.map(np.testing.assert_array_equal, saved, end)
 
 
-@pytest.mark.parametrize(
-    "name", ["longer side, cautious decay", "adamuon", "namo_d", "muonh", "muonbp", "nordion2"]
-)
-def test_leaves_without_a_gradient_keep_their_moments(name):
-    tx, params = on_one_device(name), arrays(0)
-    state, update = tx.init(params), jax.jit(tx.update)
-    whole, after = update(arrays(1), state, params)
-    updates, new = update(arrays(1) | {"stack": None}, state, params)
-    assert updates["stack"] is None
-    np.testing.assert_allclose(updates["qkv"], whole["qkv"], rtol=1e-6)
+def test_leaves_without_a_gradient_keep_their_moments():
+    names = ("longer side, cautious decay", "adamuon", "namo_d", "muonh", "muonbp", "nordion2")
+    params, grads = (dict.fromkeys(VARIANTS, arrays(seed)) for seed in (0, 1))
+    everyone = on_one_device().init(params)
+    whole, moved = jax.jit(on_one_device().update)(grads, everyone, params)
+    state, after = ({name: tree[name] for name in names} for tree in (everyone, moved))
+    without = dict.fromkeys(names, arrays(1) | {"stack": None})
+    updates, new = jax.jit(variants(names).update)(without, state, params)
     assert jax.tree.structure(new) == jax.tree.structure(state)
-    for path, x in jax.tree.leaves_with_path(new):
-        name = jax.tree_util.keystr(path)
-        like = state if "stack" in name else after
-        got = dict((jax.tree_util.keystr(p), y) for p, y in jax.tree.leaves_with_path(like))
-        np.testing.assert_allclose(x, got[name], rtol=1e-6, err_msg=name)
+    for name in names:
+        assert updates[name]["stack"] is None
+        np.testing.assert_allclose(updates[name]["qkv"], whole[name]["qkv"], rtol=1e-6)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(new)]
+    trees = zip(*map(jax.tree.leaves, (new, state, after)), strict=True)
+    for path, (x, kept, moved) in zip(paths, trees, strict=True):
+        like = kept if "stack" in path else moved
+        np.testing.assert_allclose(x, like, rtol=1e-6, err_msg=path)
 
 
 def test_cautious_decay_is_the_formula_in_a_whole_step():
@@ -390,7 +410,7 @@ def test_adamh_for_a_named_leaf_beside_muon(kind):
             meshes.check_shardings(state, shardings)
         for k in SHAPES:
             assert reference.relative_error(updates[k], alone[t - 1][k]) <= 1e-5
-        params = optax.apply_updates(params, updates)
+        params = apply_compiled(params, updates)
         g = grad["lm_head"].astype(np.float64)
         m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g**2
         u = m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.95**t)) + 1e-8)

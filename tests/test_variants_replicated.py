@@ -33,6 +33,6 @@ CASES: dict[str, meshes.Case] = {
 
 
 @pytest.mark.parametrize("kind", meshes.DDP)
-@pytest.mark.parametrize("name", CASES)
-def test_the_same_where_all_leaves_are_replicated(name, kind):
-    meshes.check(dataclasses.replace(CASES[name], steps=3), kind)
+def test_the_same_where_all_leaves_are_replicated(kind):
+    cases = {name: dataclasses.replace(case, steps=3) for name, case in CASES.items()}
+    meshes.check_all(cases, kind)

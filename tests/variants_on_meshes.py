@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import reference
 import sharded
 import variants_oracle as oracle
 from jax.sharding import PartitionSpec as P
+from running import side_by_side
 
 from muon_optax import MatrixView, MuonDimensionNumbers, state_shardings
 
@@ -113,6 +114,9 @@ class Case:
         return arrays(100 + t, shapes_on(kind), self.scale)
 
 
+Cases = Mapping[str, Case]
+
+
 def expected(case: Case, kind: str) -> tuple[list[Tree], Tree]:
     """All updates and the last weights, in float64."""
     weights: Tree = {k: w.astype(np.float64) for k, w in arrays(1, shapes_on(kind)).items()}
@@ -130,30 +134,35 @@ def expected(case: Case, kind: str) -> tuple[list[Tree], Tree]:
     return updates, weights
 
 
-def run(case: Case, kind: str) -> tuple[list[Tree], Tree]:
-    """All updates and the last weights of the library."""
-    weights: Tree = arrays(1, shapes_on(kind))
+def run(cases: Cases, kind: str) -> dict[str, tuple[list[Tree], Tree]]:
+    """All updates and the last weights of the library; one program updates for all cases."""
+    start: Tree = arrays(1, shapes_on(kind))
     mesh = mesh_of(kind)
-    specs: Any = {name: P() if kind in DDP else LEAVES[name][1] for name in weights}
+    specs: Any = {name: P() if kind in DDP else LEAVES[name][1] for name in start}
     where = mesh and {name: jax.NamedSharding(mesh, spec) for name, spec in specs.items()}
-    tx = case.make({name: VIEWS[name] for name in weights}, where)
-    shardings = where and state_shardings(tx, weights, where)
-    init, update = tx.init, tx.update
+    views = {name: VIEWS[name] for name in start}
+    pieces = {k: case.make(views, where) for k, case in cases.items()}
+    shardings = where and {k: state_shardings(tx, start, where) for k, tx in pieces.items()}
+    together = side_by_side(pieces)
+    init, update = together.init, together.update
     if kind in ("manual", "ddp, manual"):
-        of_state = jax.tree.map(lambda s: s.spec, shardings)
-        init = jax.shard_map(init, mesh=mesh, in_specs=(specs,), out_specs=of_state)
-        ins = (specs, of_state, specs)
-        update = jax.shard_map(update, mesh=mesh, in_specs=ins, out_specs=(specs, of_state))
+        of_state, of_leaves = jax.tree.map(lambda s: s.spec, shardings), dict.fromkeys(cases, specs)
+        init = jax.shard_map(init, mesh=mesh, in_specs=(of_leaves,), out_specs=of_state)
+        ins, outs = (of_leaves, of_state, of_leaves), (of_leaves, of_state)
+        update = jax.shard_map(update, mesh=mesh, in_specs=ins, out_specs=outs)
     place = lambda x: jax.device_put(x, where) if where else x  # noqa: E731
-    weights, updates, step, moved = place(weights), [], jax.jit(update), compiled(case.moved)
+    weights: Any = dict.fromkeys(cases, place(start))
+    updates, step = [], jax.jit(update)
     state = jax.jit(init)(weights)
-    for t in range(case.steps):
-        if where and t in (0, case.steps - 1):
+    (steps,) = {case.steps for case in cases.values()}
+    for t in range(steps):
+        if where and t in (0, steps - 1):
             check_shardings(state, shardings)
-        new, state = step(place(case.inputs(t, kind)), state, weights)
-        weights = moved(weights, new)
+        inputs = {k: place(case.inputs(t, kind)) for k, case in cases.items()}
+        new, state = step(inputs, state, weights)
+        weights = {k: compiled(case.moved)(weights[k], new[k]) for k, case in cases.items()}
         updates.append(new)
-    return updates, weights
+    return {k: ([new[k] for new in updates], weights[k]) for k in cases}
 
 
 @functools.cache
@@ -171,11 +180,16 @@ def check_shardings(state: Any, shardings: Any) -> None:
 
 def check(case: Case, kind: str) -> None:
     """The library's updates and weights are those of the oracle, to 1e-5."""
-    want, want_weights = expected(case, kind)
-    got, weights = run(case, kind)
-    for name in weights:
-        pairs = [(g[name], w[name]) for g, w in zip(got, want, strict=True)]
-        for t, pair in enumerate([*pairs, (weights[name], want_weights[name])]):
-            for g, w in zip(*(oracle.matrices(VIEWS[name], x) for x in pair), strict=True):
-                error = reference.relative_error(g, w)
-                assert error <= 1e-5, f"{name}, step {t}: {error:.1e}"
+    check_all({"the case": case}, kind)
+
+
+def check_all(cases: Cases, kind: str) -> None:
+    """Those of every case are those of its oracle."""
+    for k, (got, weights) in run(cases, kind).items():
+        want, want_weights = expected(cases[k], kind)
+        for name in weights:
+            pairs = [(g[name], w[name]) for g, w in zip(got, want, strict=True)]
+            for t, pair in enumerate([*pairs, (weights[name], want_weights[name])]):
+                for g, w in zip(*(oracle.matrices(VIEWS[name], x) for x in pair), strict=True):
+                    error = reference.relative_error(g, w)
+                    assert error <= 1e-5, f"{k}, {name}, step {t}: {error:.1e}"
