@@ -59,20 +59,20 @@ class _BareParameters:
     """Arrays whose own name isn't that of a layer's weight, where most others have one.
 
     Frameworks call what multiplies a weight or a kernel. What is a parameter of its own beside
-    them is a table, mostly. Where many layers are arrays of their own, as in models that are
-    written without a library, one whose name is no layer's is.
+    them is a table, mostly. Where many are arrays of their own, as in models that are written
+    without a library, those whose names are no layer's are doubtful, unless most are such.
     """
 
     def __init__(self, rest: Sequence[Leaf]) -> None:
         bare = [leaf for leaf in rest if not _is_weight(leaf)]
         strange = sum(not _is_called_matrix(leaf) for leaf in bare)
         self._are_few = _FEWEST_OTHERS * len(bare) < len(rest)
-        self._strange_are_few = 2 * strange <= len(rest) and len(rest) >= _FEWEST_BARE
+        self._has_layers = 3 * strange <= 2 * len(rest) and len(rest) >= _FEWEST_BARE
 
     def has(self, leaf: Leaf) -> bool:
         if _is_weight(leaf) or names.CELL.is_in(leaf.name.all_tokens):
             return False
-        return self._are_few or (self._strange_are_few and not _is_called_matrix(leaf))
+        return self._are_few or (self._has_layers and not _is_called_matrix(leaf))
 
 
 class _Tables:

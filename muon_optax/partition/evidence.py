@@ -9,6 +9,7 @@ from muon_optax._internal.tree_paths import path_name, unnumbered
 from muon_optax.partition import names
 from muon_optax.partition.connections import unconnected
 from muon_optax.partition.places import (
+    is_alone_in_head,
     is_attention,
     is_called_head,
     is_called_hidden,
@@ -110,6 +111,8 @@ class Evidence:
             return "output"
         if role != "matrix" or axis is None or self._is_alone or is_gate(leaf):
             return role
+        if not heads.sizes and is_alone_in_head(leaf):
+            return "inner_head"
         size, width = _outputs_first(leaf, axis)
         is_of_head = size != width and size in heads.sizes and self.widths.is_free(size)
         if leaf.is_repeated and is_of_head:

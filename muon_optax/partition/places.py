@@ -8,6 +8,7 @@ from muon_optax.partition.tree import Leaf
 from muon_optax.partition.widths import is_multiple
 
 __all__ = [
+    "is_alone_in_head",
     "is_attention",
     "is_called_head",
     "is_called_hidden",
@@ -79,6 +80,12 @@ def is_in_head(leaf: Leaf, size: int, width: int) -> bool:
     is_module = names.HEAD.is_in(leaf.name.all_above)
     is_called_so = is_module or names.HEAD_MODULE.is_in(leaf.name.all_tokens)
     return is_called_so and not is_modulation(leaf) and not is_multiple(size, width)
+
+
+def is_alone_in_head(leaf: Leaf) -> bool:
+    """Whether it is all that a module is made of whose name is that of a head."""
+    is_in_head = names.HEAD.is_in(t for above in leaf.name.above[-1:] for t in above)
+    return is_in_head and leaf.siblings == set(leaf.name.layer) and not leaf.is_repeated
 
 
 def is_inner_head(leaf: Leaf, axis: int | None) -> bool:

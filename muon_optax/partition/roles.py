@@ -181,9 +181,12 @@ def _makes_a_scale(leaf: Leaf) -> bool:
 
 
 def _is_called_table(leaf: Leaf) -> bool:
-    """Whether its words are a table's. `to_emb` leads to embeddings, and `memory_layer` is one."""
+    """Whether its words are a table's.
+
+    `to_emb` and `atom_to_token` lead to what they are called after, and `memory_layer` is a layer.
+    """
     layer = leaf.name.layer
-    if leaf.name.is_weight and layer[:1] == ("to",):
+    if leaf.name.is_weight and "to" in layer:
         return False
     # An EmbeddingBag a feature: the module that holds them has the name.
     in_module = names.EMBEDDING.is_in(t for a in leaf.name.above[-1:] for t in a)
