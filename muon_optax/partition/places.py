@@ -83,9 +83,13 @@ def is_in_head(leaf: Leaf, size: int, width: int) -> bool:
 
 
 def is_alone_in_head(leaf: Leaf) -> bool:
-    """Whether it is all that a module is made of whose name is that of a head."""
+    """Whether it is all that a module is made of whose name is that of a head.
+
+    `lm_head/dense`, as BERT's, is before a last layer that is tied to the embedding.
+    """
     is_in_head = names.HEAD.is_in(t for above in leaf.name.above[-1:] for t in above)
-    return is_in_head and leaf.siblings == set(leaf.name.layer) and not leaf.is_repeated
+    is_alone = leaf.siblings == set(leaf.name.layer) and "dense" not in leaf.siblings
+    return is_in_head and is_alone and not leaf.is_repeated
 
 
 def is_inner_head(leaf: Leaf, axis: int | None) -> bool:
