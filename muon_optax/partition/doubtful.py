@@ -10,13 +10,16 @@ from collections.abc import Sequence
 
 from muon_optax._internal.tree_paths import Segments
 from muon_optax.partition import names
-from muon_optax.partition.evidence import is_attention, is_modulation, sequence_of
+from muon_optax.partition.evidence import sequence_of
+from muon_optax.partition.places import is_attention, is_modulation
 from muon_optax.partition.tree import Leaf, Role, Shape
 from muon_optax.partition.widths import VOCABULARY, Widths, is_multiple
 
 __all__ = ["Doubtful"]
 
-_FEWEST_LAYERS = 4  # sizes of fewer tell nothing, as in an example
+_FEWEST_LAYERS = 3  # sizes of fewer tell nothing, as in an example
+_FEWEST_BARE = 4  # nor do names of fewer
+_FEWEST_OTHERS = 3  # so many times as many layers, for each that is doubtful by its name
 _OTHERS = 4  # so many matrices for each of a shape whose sizes no other has
 _SLIM = 4  # so many times more inputs than outputs
 _TIME = {"time", "timestep", "timesteps"}
@@ -56,16 +59,20 @@ class _BareParameters:
     """Arrays whose own name isn't that of a layer's weight, where most others have one.
 
     Frameworks call what multiplies a weight or a kernel. What is a parameter of its own beside
-    them is a table, mostly.
+    them is a table, mostly. Where many are arrays of their own, as in models that are written
+    without a library, those whose names are no layer's are doubtful, unless most are such.
     """
 
     def __init__(self, rest: Sequence[Leaf]) -> None:
-        bare = sum(not _is_weight(leaf) for leaf in rest)
-        self._are_few = 3 * bare < len(rest)
+        bare = [leaf for leaf in rest if not _is_weight(leaf)]
+        strange = sum(not _is_called_matrix(leaf) for leaf in bare)
+        self._are_few = _FEWEST_OTHERS * len(bare) < len(rest)
+        self._has_layers = 3 * strange <= 2 * len(rest) and len(rest) >= _FEWEST_BARE
 
     def has(self, leaf: Leaf) -> bool:
-        is_cell = names.CELL.is_in(leaf.name.all_tokens)
-        return self._are_few and not _is_weight(leaf) and not is_cell
+        if _is_weight(leaf) or names.CELL.is_in(leaf.name.all_tokens):
+            return False
+        return self._are_few or (self._has_layers and not _is_called_matrix(leaf))
 
 
 class _Tables:
@@ -141,11 +148,12 @@ class _Heads:
         size, width = leaf.shape[axis], leaf.shape[1 - axis]
         if is_multiple(size, width) and not _TIME.isdisjoint(leaf.name.near(1)):
             return False  # shifts and scales of all layers
-        if not self._widths.norms or size in self._norms:
-            return False  # without norms nothing tells the width that goes on
         goes_nowhere = self._takers[size] <= {leaf.shape}
         is_slim = size * _SLIM <= width and self._sequences[sequence_of(leaf)][-1] is leaf
-        return goes_nowhere or is_slim
+        if not self._widths.norms:  # nothing tells the width that goes on
+            is_last = goes_nowhere and size not in self._taken_inside
+            return is_slim and (is_last or self._widths.leads_back(size))
+        return size not in self._norms and (goes_nowhere or is_slim)
 
 
 def _norms_of_convolutions(tree: Sequence[Leaf], rest: Sequence[Leaf]) -> set[int]:
@@ -169,6 +177,14 @@ def _modules(leaf: Leaf) -> list[Segments]:
 def _goes_elsewhere(leaf: Leaf) -> bool:
     """Whether no layer need take its outputs: attention's, a gate's, shifts and scales."""
     return is_attention(leaf) or is_modulation(leaf) or names.GATE.is_in(leaf.name.layer)
+
+
+def _is_called_matrix(leaf: Leaf) -> bool:
+    """Whether its own name is one of what multiplies: `wq`, `w_up`, `q_einsum`, `U`, `gate`."""
+    words = leaf.name.layer
+    known = any(m.is_in(words) for m in (names.PROJECTION, names.HIDDEN, names.ATTENTION))
+    is_layer = any(len(word) < 3 or word[0] == "w" or word == "layer" for word in words)
+    return known or is_layer or not words
 
 
 def _is_weight(leaf: Leaf) -> bool:

@@ -5,25 +5,33 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from muon_optax._internal.tree_paths import has_unnamed, path_name, unnumbered
+from muon_optax._internal.tree_paths import path_name, unnumbered
 from muon_optax.partition import names
 from muon_optax.partition.connections import unconnected
+from muon_optax.partition.places import (
+    is_alone_in_head,
+    is_attention,
+    is_called_head,
+    is_called_hidden,
+    is_called_output,
+    is_called_projection_alone,
+    is_gate,
+    is_in_head,
+    is_inner_head,
+    is_unnamed,
+    multiplies,
+)
 from muon_optax.partition.stacks import Stacks
 from muon_optax.partition.tree import Leaf, Role
 from muon_optax.partition.widths import IMAGE_CHANNELS, VOCABULARY, Widths, is_multiple
 
-__all__ = ["Evidence", "is_attention", "is_modulation", "sequence_of"]
+__all__ = ["Evidence", "sequence_of"]
 
 _MANY_OUTPUTS = 4096  # of a head whose outputs are taken again, as by a loss between layers
-_HEADS = ((("head",),), (("classifier",),))
 _SURE: tuple[Role, ...] = ("head", "output", "few_outputs", "tall_table")
 _LAST: tuple[Role, ...] = (*_SURE, "wide_output")
 _FEW_OUTPUTS = 32  # of a small head, whose number others may have by chance
 _FEWEST = 4  # outputs of a box, a score, a mean and a deviation: no hidden layer is so narrow
-_OUTPUTS = {"out", "output", "outputs"}
-_LAYERS = {"dense", "linear", "fc"}  # of a recurrent cell, those that are no gate's
-_PIXELS = {"pixel", "pixels", "image", "images", "rgb"}  # what `to_pixels` gives is no width
-_SKIPS = {"residual", "skip", "shortcut"}
 _LAST_NUMBER = re.compile(r"\d+(?=\D*$)")
 _PARALLEL = {"heads", "lm"}  # parallel heads: `lm_heads/0`
 
@@ -101,20 +109,25 @@ class Evidence:
         axis = self._order.output_axis(leaf)
         if role == "wide_output" and leaf.is_repeated and self._output_sizes([leaf]) & heads.sure:
             return "output"
-        if role != "matrix" or axis is None or self._is_alone or _is_gate(leaf):
+        if role != "matrix" or axis is None or self._is_alone or is_gate(leaf):
             return role
+        if not heads.sizes and is_alone_in_head(leaf):
+            return "inner_head"
         size, width = _outputs_first(leaf, axis)
         is_of_head = size != width and size in heads.sizes and self.widths.is_free(size)
         if leaf.is_repeated and is_of_head:
             return "output"
-        is_last = not leaf.is_repeated and not _is_called_hidden(leaf)
+        is_last = not leaf.is_repeated and not is_called_hidden(leaf)
         is_slim = size * VOCABULARY <= width and size not in heads.led_on
         if is_last and is_slim and self.widths.is_taken(size) and size not in self.widths.norms:
             return "data_output"  # only tables without names have rows of that size
-        is_data = is_last and size != width and self.widths.is_data(size)
+        is_data = size != width and self.widths.is_data(size)
         # What takes the rows of a table and leads back to them is a bottleneck beside them.
-        is_beside_table = self.widths.is_embedded(width)
-        is_data &= not heads.sizes or (self.widths.leads_back(size) and not is_beside_table)
+        is_back = self.widths.leads_back(size) and not self.widths.is_embedded(width)
+        if not is_last:  # a projection to what a first layer reads, as embeddings or a time series
+            is_projection = not leaf.is_repeated and is_called_projection_alone(leaf)
+            is_back &= is_projection and self.widths.is_input(size)
+        is_data &= is_back or (is_last and not heads.sizes)
         return "data_output" if is_data and not self._is_taken_alike(leaf, size) else role
 
     def _is_taken_alike(self, leaf: Leaf, size: int) -> bool:
@@ -128,7 +141,7 @@ class Evidence:
     def _role(self, leaf: Leaf) -> Role:
         if len(leaf.shape) > 2:
             return self._of_many_dims(leaf)
-        if not _multiplies(leaf) and self._stacks.has_vector(leaf):
+        if not multiplies(leaf) and self._stacks.has_vector(leaf):
             return "norm" if names.NORM.is_in(leaf.name.layer) else "stacked_vector"
         return self._head(leaf) or self._unconnected(leaf) or self._matrix(leaf)
 
@@ -147,7 +160,7 @@ class Evidence:
         if axis is None or not is_map or leaf.is_repeated or is_attention(leaf):
             return "undeclared"
         size, others = leaf.shape[axis], leaf.shape[:axis] + leaf.shape[axis + 1 :]
-        is_image = size <= IMAGE_CHANNELS and _is_called_output(leaf)
+        is_image = size <= IMAGE_CHANNELS and is_called_output(leaf)
         is_last = is_image or (size not in others and not self.widths.is_taken(size))
         is_fed = self._order.channels(leaf)[-1] in self.widths.given_maps
         is_output = is_last and is_fed and size not in self.widths.norms
@@ -163,9 +176,9 @@ class Evidence:
     def _head(self, leaf: Leaf) -> Role | None:
         name = leaf.name
         axis = self._order.output_axis(leaf)
-        is_head = _is_called_head(leaf)
+        is_head = is_called_head(leaf)
         if _is_narrow(leaf, axis):
-            return "head" if is_head or _is_called_output(leaf) else "few_outputs"
+            return "head" if is_head or is_called_output(leaf) else "few_outputs"
         if self._has_vocabulary(leaf):
             return "head"
         if is_attention(leaf):
@@ -181,7 +194,7 @@ class Evidence:
             return "head" if self._is_vocabulary(size, width) else None
         if is_head and (is_list or not name.is_numbered):
             return "head"
-        if is_head or _is_called_output(leaf) or _is_in_head(leaf, size, width):
+        if is_head or is_called_output(leaf) or is_in_head(leaf, size, width):
             is_last = not name.is_numbered or "class" in name.layer
             found = self._called_output(size, width, may_be_small=is_last)
             return found or self._reconstruction(leaf, size)
@@ -231,14 +244,17 @@ class Evidence:
         return "head" if is_small or is_large or is_last else None
 
     def _output(self, leaf: Leaf, size: int, width: int) -> Role | None:
-        if self._is_alone or size == width or (size > width and self._is_gated(leaf, size)):
+        if size == width or (size > width and self._is_gated(leaf, size)):
+            return None
+        is_free = self.widths.is_free(size)
+        # As many as a table has rows: a last layer, or without a bias a table of the same things.
+        if is_free and size in self.widths.rows and (size > width or leaf.bias is None):
+            return "output"
+        if self._is_alone:
             return None
         is_tall = size >= max(_MANY_OUTPUTS, VOCABULARY * width) and leaf.bias is None
-        if is_tall and self.widths.is_free(size):
+        if is_tall and is_free:
             return "tall_table"  # of users or items, whose rows are concatenated with others
-        is_free = self.widths.is_free(size)
-        if is_free and size in self.widths.rows and size > width:
-            return "output"
         if not self.widths.is_given(width):
             return None
         if not is_free:
@@ -247,7 +263,7 @@ class Evidence:
         is_beside_table = leaf.bias is not None and self.widths.is_embedded(size)
         if self.widths.is_feature_map(size) or is_beside_table:
             return None
-        if _is_called_hidden(leaf):  # projections for a loss end the model too, as `ctc_proj`
+        if is_called_hidden(leaf):  # projections for a loss end the model too, as `ctc_proj`
             is_projection = leaf.name.layer[-1:] == ("proj",) or leaf.name.layer[:1] == ("to",)
             is_slim = size * VOCABULARY <= width and is_projection
             return "wide_output" if is_slim else None
@@ -264,10 +280,10 @@ class Evidence:
         return leaf.name.is_numbered and any(2 * n == size for n in inputs)
 
     def _matrix(self, leaf: Leaf) -> Role:
-        if not self._is_alone and _is_unnamed(leaf):
+        if not self._is_alone and is_unnamed(leaf):
             return "unnamed"
-        is_inner_head = _is_inner_head(leaf, self._order.output_axis(leaf))
-        return "inner_head" if is_inner_head else "matrix"
+        is_head = is_inner_head(leaf, self._order.output_axis(leaf))
+        return "inner_head" if is_head else "matrix"
 
 
 def _kind(leaf: Leaf) -> tuple[str, int]:
@@ -278,12 +294,6 @@ def _kind(leaf: Leaf) -> tuple[str, int]:
 def sequence_of(leaf: Leaf) -> str:
     """The leaf's path without the last of its numbers, which is its place among the layers."""
     return _LAST_NUMBER.sub("*", path_name(leaf.path))
-
-
-def _multiplies(leaf: Leaf) -> bool:
-    """Whether its name says that it is no vector: a router is beside the stack of its experts."""
-    layer = leaf.name.layer
-    return leaf.name.is_kernel or names.PROJECTION.is_in(layer) or "router" in layer
 
 
 def _outputs_first(leaf: Leaf, axis: int) -> tuple[int, int]:
@@ -304,95 +314,6 @@ def _is_narrow(leaf: Leaf, axis: int | None) -> bool:
     return size <= _FEWEST and name.is_weight and is_from_many
 
 
-def _is_called_head(leaf: Leaf) -> bool:
-    layer = leaf.name.layer
-    is_called_so = names.HEAD.is_in(layer) and "pre" not in layer
-    is_unembedding = any(token.startswith("unembed") for token in layer)
-    return is_called_so and (is_unembedding or not names.EMBEDDING.is_in(layer))
-
-
-def is_attention(leaf: Leaf) -> bool:
-    """Whether it is in an attention or a recurrent cell, whose outputs need not feed a layer."""
-    name = leaf.name
-    letters = {"q", "k", "v", "query", "key", "value"}
-    is_projection = len(name.layer) == 1 and name.layer[0] in letters | {"o"}
-    has_others = len(leaf.siblings & letters) > 1
-    in_module = names.ATTENTION.is_in(name.near(2)) or names.CELL.is_in(name.all_tokens)
-    return in_module or (is_projection and has_others)
-
-
 def _is_tall(leaf: Leaf, role: Role) -> bool:
     """Whether a last layer may be a table: their sizes are alike, but a table has no bias."""
     return role in _LAST and leaf.bias is None and not leaf.name.is_kernel
-
-
-def _is_gate(leaf: Leaf) -> bool:
-    """Whether it is a gate, in an attention or of a cell, but for layers beside a cell's gates."""
-    if names.GATE.is_in(leaf.name.layer):
-        return True
-    is_in_cell = names.CELL.is_in(leaf.name.all_tokens)
-    return is_attention(leaf) and not (is_in_cell and _LAYERS & set(leaf.name.layer))
-
-
-def is_modulation(leaf: Leaf) -> bool:
-    """Whether it makes shifts and scales, which nothing multiplies with."""
-    return bool({"norm", "modulation", "adaln"} & set(leaf.name.all_tokens))
-
-
-def _is_called_output(leaf: Leaf) -> bool:
-    """Whether its name is that of a network's last layer."""
-    is_fc = leaf.name.layer_name.lower() == "fc"  # fc1 and fc2 are those of a hidden MLP
-    is_hidden = is_modulation(leaf) or names.HIDDEN.is_in(leaf.name.near(1))
-    is_first = "decoder" in leaf.name.layer and names.EMBEDDING.is_in(leaf.name.layer)
-    is_output = names.OUTPUT.is_in(leaf.name.layer) and not is_first
-    return (is_fc or is_output) and not is_hidden
-
-
-def _is_in_head(leaf: Leaf, size: int, width: int) -> bool:
-    """Whether its module, or its own name, is that of a network's last layers."""
-    is_module = names.HEAD.is_in(leaf.name.all_above)
-    is_called_so = is_module or names.HEAD_MODULE.is_in(leaf.name.all_tokens)
-    return is_called_so and not is_modulation(leaf) and not is_multiple(size, width)
-
-
-def _is_inner_head(leaf: Leaf, axis: int | None) -> bool:
-    """Whether names say 'head' and shapes say 'hidden', with nothing to decide between them."""
-    above = leaf.name.all_above
-    is_plain = bool({"fc", "logits", "out"} & set(leaf.name.layer))
-    is_plain |= leaf.name.layer == ("proj",) and leaf.name.above[-1:] in _HEADS
-    is_inner = leaf.is_repeated or is_attention(leaf)
-    is_inner |= bool({"mlp", "ffn"} & set(leaf.name.all_tokens))
-    is_in_head = names.HEAD.is_in(above) and is_plain
-    is_pixels = leaf.name.layer[:1] == ("to",) and bool(_PIXELS & set(leaf.name.layer))
-    return (is_in_head or is_pixels or _is_called_last(leaf, axis)) and not is_inner
-
-
-def _is_called_last(leaf: Leaf, axis: int | None) -> bool:
-    """Whether its own name, or its module's, is that of a last layer: `final_proj`, `last/fc`.
-
-    Outputs that are a few blocks of the inputs are a shift and a scale, and hidden.
-    """
-    layer = leaf.name.layer
-    near = {"final", "last"} & {*leaf.name.layer, *(t for a in leaf.name.above[-1:] for t in a)}
-    is_output = bool(_OUTPUTS & set(layer)) or bool(
-        _SKIPS & set(layer) and _OUTPUTS & leaf.siblings  # added to an output
-    )
-    is_hidden = is_modulation(leaf) or names.HIDDEN.is_in(leaf.name.near(1))
-    if any(token.startswith("recon") for token in layer):
-        return True
-    is_shrinking = is_output and axis is not None and leaf.shape[axis] < leaf.shape[1 - axis]
-    is_fused = is_multiple(max(leaf.shape), min(leaf.shape)) and not is_shrinking
-    is_hidden |= names.EMBEDDING.is_in(layer) or is_fused
-    return (bool(near) or is_output) and not is_hidden
-
-
-def _is_called_hidden(leaf: Leaf) -> bool:
-    near = leaf.name.near(1)
-    is_hidden = any(m.is_in(near) for m in (names.HIDDEN, names.NORM, names.EMBEDDING))
-    is_projection = "proj" in near or any(token.startswith("project") for token in near)
-    return is_hidden or is_projection or is_modulation(leaf)
-
-
-def _is_unnamed(leaf: Leaf) -> bool:
-    """Whether nothing on its path is a name."""
-    return has_unnamed(leaf.path) or not any(names.tokens(n) for n in leaf.name.names)

@@ -54,7 +54,8 @@ _INDEX = re.compile(r"\d+|<\d+>")
 _WEIGHT = frozenset({"weight", "weights", "kernel", "w", "matrix"})
 # Names that frameworks put between a layer and its array: PEFT, Haiku, PyTorch's parametrizations.
 _WRAPPERS = frozenset(
-    {"default", "base_layer", "~", "parametrizations", "original0", "original1", "raw_value"}
+    {"default", "base_layer", "~", "parametrizations", "raw_value"}
+    | {"original", "original0", "original1"}
 )
 _BOXED = _WEIGHT | {"embedding", "bias", "scale"}  # of which Flax's Variables are a 'value'
 

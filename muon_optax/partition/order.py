@@ -70,7 +70,7 @@ class Order:
             pairs = itertools.pairwise(shape)
             yield from (m * n for m, n in pairs if m > 1 and n > 1)
             if axis is not None:
-                yield math.prod(shape) // shape[axis]
+                yield math.prod(size for a, size in enumerate(shape) if a != axis)
 
     def channels(self, leaf: Leaf) -> tuple[int, ...]:
         """Input channels of a convolution; PyTorch's may be transposed."""

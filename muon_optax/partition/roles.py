@@ -156,6 +156,7 @@ def _is_bias_table(leaf: Leaf) -> bool:
     """Whether it is a table of biases, a column a head: `relative_attention_bias/weight`."""
     layer = leaf.name.layer
     is_called_so = "bias" in layer and not names.PROJECTION.is_in(layer)
+    is_called_so &= not _makes_a_scale(leaf)
     is_small = len(leaf.shape) == 2 and min(leaf.shape) <= _MOST_HEADS
     return is_called_so and is_small and leaf.output_axis_by_bias is None
 
@@ -163,21 +164,29 @@ def _is_bias_table(leaf: Leaf) -> bool:
 def _is_norm(leaf: Leaf) -> bool:
     """Whether it is elementwise: by its layer's name, or by a bias of its own shape."""
     name = leaf.name
-    if leaf.bias == leaf.shape:
-        return True
+    if leaf.bias is not None:
+        return leaf.bias == leaf.shape
     is_weight = name.is_weight and not name.is_kernel and len(leaf.shape) == 2
-    if not is_weight or leaf.output_axis_by_bias is not None:
+    if not is_weight:
         return False
     is_stack = names.VECTOR.is_in(name.layer) and min(leaf.shape) <= _MOST_LAYERS
     is_called_so = names.NORM.is_in(name.layer) or is_stack
     multiplies = names.PROJECTION.is_in(name.layer) or names.CONDITION.is_in(name.layer)
-    return is_called_so and not multiplies
+    return is_called_so and not multiplies and not _makes_a_scale(leaf)
+
+
+def _makes_a_scale(leaf: Leaf) -> bool:
+    """Whether its module makes the shift and scale of a norm: `adaln/s_scale` multiplies."""
+    return bool({"adaln", "modulation"} & set(leaf.name.all_above))
 
 
 def _is_called_table(leaf: Leaf) -> bool:
-    """Whether its words are a table's. `to_emb` leads to embeddings, and `memory_layer` is one."""
+    """Whether its words are a table's.
+
+    `to_emb` and `atom_to_token` lead to what they are called after, and `memory_layer` is a layer.
+    """
     layer = leaf.name.layer
-    if leaf.name.is_weight and layer[:1] == ("to",):
+    if leaf.name.is_weight and "to" in layer:
         return False
     # An EmbeddingBag a feature: the module that holds them has the name.
     in_module = names.EMBEDDING.is_in(t for a in leaf.name.above[-1:] for t in a)

@@ -66,7 +66,7 @@ _NUMBER = re.compile(r"\d+")
 # Modules that are made many times, also where a tree shows one of them: `DiTBlock_0`.
 _REPEATED = Meaning(word_set("group groups h"), parts=("block", "layer", "stage", "stack"))
 _STACKS = word_set("blocks layers stages stacked")
-_LAST = word_set("final last head heads output out")
+_LAST = word_set("final last head heads output out class cls classifier pred score logits")
 
 
 @dataclasses.dataclass(frozen=True)

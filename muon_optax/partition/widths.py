@@ -161,10 +161,13 @@ class Widths:
 def _has_width(leaf: Leaf) -> bool:
     """Whether a vector may be as wide as what goes through the layers: norms of heads are not.
 
-    Nor are slopes of an activation, which may follow the last layer too.
+    Nor are slopes of an activation, which may follow the last layer too, nor scales of the logits.
     """
-    is_of_head = names.NORM.is_in(leaf.name.layer) and names.QUERY_KEY.is_in(leaf.name.layer)
-    return not leaf.is_bias and not is_of_head and "slope" not in leaf.name.layer
+    layer = leaf.name.layer
+    is_of_head = names.NORM.is_in(layer) and names.QUERY_KEY.is_in(layer)
+    is_of_logits = names.HEAD.is_in(layer) and not leaf.name.is_weight
+    is_after_last = "slope" in layer or is_of_logits
+    return not leaf.is_bias and not is_of_head and not is_after_last
 
 
 def _is_entry(leaf: Leaf) -> bool:
