@@ -57,7 +57,7 @@ class Chooser:
         """The cheapest way: all matrices under one strategy, or full rounds and a rest."""
         options = [
             option
-            for workload in self._divided_or_not()
+            for workload in self._divided_or_not(count)
             for strategy in self._strategies(count, workload)
             for option in self._options(strategy, count, workload)
         ]
@@ -66,10 +66,17 @@ class Chooser:
         best = min(options, key=lambda slices: sum(map(self._price, slices)))
         return [self._taken(work_slice) for work_slice in best]
 
-    def _divided_or_not(self) -> list[Workload]:
-        """The work divided over replicas, if there are any, and repeated on each."""
+    def _divided_or_not(self, count: int) -> list[Workload]:
+        """The work divided over replicas, if there are any, and repeated on each.
+
+        The all-gather of results has a row for each replica, of zeros where it has no matrix. They
+        must not take more than the workspace.
+        """
         repeated = dataclasses.replace(self.workload, replica_axes=())
-        return [self.workload, repeated] if self.workload.replica_axes else [repeated]
+        empty_rows = -count % self.workload.replicas * self.workload.result_bytes
+        if not self.workload.replica_axes or empty_rows > self.budget:
+            return [repeated]
+        return [self.workload, repeated]
 
     def _strategies(self, count: int, workload: Workload) -> list[Strategy]:
         """The one that is asked for, or those that 'auto' weighs."""
