@@ -160,6 +160,16 @@ def test_replicas_share_work_unless_their_network_is_too_slow(bandwidth, axes):
     assert (row.strategy, row.share_axes) == ("all_to_all", axes)
 
 
+@pytest.mark.parametrize(
+    ("limit", "axes"), [(4 * 32 * 256 * 4, ("r",)), (4 * 32 * 256 * 4 - 1, ())]
+)
+def test_rows_of_replicas_without_a_matrix_fit_the_workspace(limit, axes):
+    """Results of four matrices on eight replicas: slices of two by two, and as many zeros."""
+    mesh, leaves = AbstractMesh((8, 2), ("r", "f")), {"w": ((4, 64, 256), P(None, "f"))}
+    (row,) = chosen(leaves, mesh, strategy="all_to_all", max_workspace_bytes=limit).rows
+    assert row.share_axes == axes
+
+
 @pytest.mark.parametrize(("others", "strategy"), [(7, "all_to_all"), (0, "gather")])
 def test_a_matrix_is_not_repeated_where_later_ones_keep_the_other_devices_busy(others, strategy):
     fast_network = DeviceModel("fast network", 1e9, 1e9, 1e12, latency=0.0)
