@@ -28,7 +28,7 @@ from muon_optax.sharding.planning.shared_rounds import OpenRounds, numbered
 from muon_optax.sharding.planning.workload import Workload
 from muon_optax.sharding.strategies import GROUPS, STRATEGIES, Strategy
 
-__all__ = ["least_workspace", "plan_leaves"]
+__all__ = ["plan_leaves"]
 
 # The default of `max_workspace_bytes`, at least; `Chooser._chunk` says how six matrices are used.
 _LEAST_WORKSPACE = 2**28
@@ -203,12 +203,6 @@ def _is_worth(shared: Sequence[Bucket], apart: Sequence[Bucket], device: DeviceM
     return seconds - _seconds_of(shared) > max(least, device.latency)
 
 
-def least_workspace(strategy: Strategy, leaf: BoundLeaf) -> int:
-    """Bytes of workspace on a device while it handles one matrix of a leaf at a time."""
-    matrix = leaf.view.fan_in * leaf.view.fan_out * jnp.dtype(leaf.dtype).itemsize
-    return (strategy.copies_held + 2) * matrix // strategy.group
-
-
 def _workload(leaf: BoundLeaf, newton_schulz: NewtonSchulz | None) -> Workload:
     """The work on a leaf's bucket, divided over all replicas that can divide it."""
     rows, columns = sorted((leaf.view.fan_in, leaf.view.fan_out))
@@ -229,7 +223,7 @@ def _workload(leaf: BoundLeaf, newton_schulz: NewtonSchulz | None) -> Workload:
         newton_schulz=newton_schulz,
         results_are_replicated=leaf.result_sharding is not None,
         method=method,
-        sum_itemsize=counted.sum_dtype(method, dtype).itemsize,
+        sent_gram_itemsize=counted.sent_gram_dtype(method, dtype).itemsize,
     )
 
 
