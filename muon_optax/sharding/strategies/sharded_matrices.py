@@ -67,7 +67,7 @@ class ShardedMatrices:
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """The owner of each matrix, of a group the first device, if there are enough for all."""
+        """Where there are fewer matrices than owners, that of each: of a group the first device."""
         groups = _Owners(self.shards // self.group, self.replicas)
         first = rest_owners(self.first_owner // self.group, self.count, groups)
         return tuple((first * self.group).tolist())
