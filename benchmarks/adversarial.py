@@ -35,7 +35,7 @@ from muon_optax.orthogonalization import (
     Schedule,
     orthogonalizer,
 )
-from muon_optax.sharding.group_sums import Group, larger
+from muon_optax.sharding.strategies.group_sums import DeviceGroups, maximum
 
 Function = Callable[[jax.Array], jax.Array]
 
@@ -91,10 +91,10 @@ def compiled(function: Function) -> Function:
 def _on_slices(
     config: NewtonSchulz, x: jax.Array, method: Literal["standard", "gram"]
 ) -> jax.Array:
-    group = Group("d", SLICES, SLICES)
+    groups = DeviceGroups("d", SLICES, SLICES)
     collectives = GramCollectives(
-        maximum=lambda x: group.over(jax.lax.stop_gradient(x), larger),
-        reduce=lambda a: group.total_gram(a, config.sum_dtype(method, x.dtype)),
+        maximum=lambda x: groups.all_reduce(jax.lax.stop_gradient(x), maximum),
+        reduce=lambda a: groups.all_reduce_gram(a, config.sent_gram_dtype(method, x.dtype)),
     )
     local = jax.vmap(lambda x: config.on_slices(x, collectives, method=method), axis_name="d")
     return jnp.concatenate(list(local(jnp.stack(jnp.split(x, SLICES, -1)))), -1)

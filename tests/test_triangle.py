@@ -4,7 +4,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from muon_optax.sharding.triangle import from_lower_triangle, lower_triangle, triangle_entries
+from muon_optax.sharding.strategies.triangle import (
+    from_lower_triangle,
+    lower_triangle,
+    triangle_entries,
+)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])

@@ -28,8 +28,8 @@ class GramCollectives(NamedTuple):
     Attributes:
       maximum: (L, 1, 1) local maxima -> their maxima over the devices.
       reduce: (L, m, m) local Gram matrices -> (l, m, m), the sums of those that this device owns.
-      to_all: (l, ...) results of the owned matrices -> (L, ...), those of all matrices; nothing is
-        to be done where every device owns all of them.
+      to_all: (l, ...) results of the owned matrices -> (L, ...), those of all matrices; the
+        identity where every device owns all of them.
     """
 
     maximum: Map = identity
@@ -46,7 +46,7 @@ def standard(
     *,
     axis: int,
     precision: str | None,
-    total: Map = identity,
+    reduce: Map = identity,
 ) -> jax.Array:
     """The iteration as it is written: two matmuls of X's size and one small one a step.
 
@@ -55,8 +55,8 @@ def standard(
       schedule: the coefficients and the normalisation.
       axis: the long axis, -1 or -2.
       precision: as in `jax.lax.dot_general`.
-      total: (..., m, m) Gram matrices of slices along `axis` -> their sum over the devices that
-        hold the slices of a matrix, on each of these; by default `x` is whole.
+      reduce: (..., m, m) Gram matrices of slices along `axis` -> their sums over the devices that
+        hold the slices of a matrix, on each of these devices; by default `x` is whole.
 
     Returns:
       An array like `x`.
@@ -68,7 +68,7 @@ def standard(
 
     scale = None
     for step, row in enumerate(schedule.rows):
-        a = total(gram_matrix(x, axis, precision))
+        a = reduce(gram_matrix(x, axis, precision))
         if step == 0:
             a, a2, scale = precondition(a, schedule, square)
         else:

@@ -146,7 +146,8 @@ class NewtonSchulz:
           x: (L, m, n_local), or (L, n_local, m) for ``axis=-2``.
           collectives: the sums over devices, and who owns which matrix.
           axis: the axis that is sliced.
-          method: 'standard' sums a Gram matrix in each step, and needs all of them on each device.
+          method: 'gram' sums a Gram matrix in each of its passes, 'standard' in each step. The
+            latter needs every sum on every device that has a slice.
 
         Returns:
           This device's slices of the results, like `x`.
@@ -223,16 +224,21 @@ class NewtonSchulz:
         is_complex = jnp.issubdtype(own, jnp.complexfloating)
         return wide_dtype(dtype, jnp.complex64) if is_complex else dtype
 
-    def sum_dtype(self, method: Literal["standard", "gram"], own: DTypeLike) -> jnp.dtype:
-        """The dtype that devices with slices of a matrix of dtype `own` sum Gram matrices in.
+    def sent_gram_dtype(self, method: Literal["standard", "gram"], own: DTypeLike) -> jnp.dtype:
+        """The dtype in which devices send each other the Gram matrices of their slices.
 
-        float16 for half-precision matmuls of the standard method, where eleven bits are more than a
-        square or a factor keeps in bfloat16: `benchmarks/adversarial.py` finds no input on which a
-        singular value grows more for it, but 1.35 of its bound by bfloat16's eight bits. In the
-        Gram method rounding errors add up.
+        They are computed in float32 at least. The standard method with half-precision matmuls sends
+        them in float16, whose eleven bits are more than bfloat16 keeps of the square and the
+        factor. `benchmarks/adversarial.py` finds no input on which a singular value grows more for
+        it; with bfloat16's eight bits one grows to 1.35 times its bound. The Gram method sends them
+        as they are, since there rounding errors add up.
+
+        Args:
+          method: the method, as of `chosen_method`.
+          own: the dtype of the matrices.
 
         Example:
-          >>> NewtonSchulz(resolve_schedule("jordan")).sum_dtype("standard", "bfloat16")
+          >>> NewtonSchulz(resolve_schedule("jordan")).sent_gram_dtype("standard", "bfloat16")
           dtype('float16')
         """
         matmuls = self.matmul_dtype(jnp.dtype(own))
@@ -270,14 +276,14 @@ class NewtonSchulz:
         matmuls = (6 if is_half else 4) * passes * m**2 * n
         return matmuls, (8 * len(self.schedule.rows) - 6 * passes) * m**3
 
-    def _standard(self, x: jax.Array, axis: Literal[-1, -2], total: Map = identity) -> jax.Array:
+    def _standard(self, x: jax.Array, axis: Literal[-1, -2], reduce: Map = identity) -> jax.Array:
         schedule, precision = self.schedule, self.precision
         rounds = self.rounds(x.dtype)
         if rounds:
             schedule = schedule.with_safety()
         elif rounds is None and not schedule.withstands_rounding:
             precision = "highest"
-        return iterate.standard(x, schedule, axis=axis, precision=precision, total=total)
+        return iterate.standard(x, schedule, axis=axis, precision=precision, reduce=reduce)
 
     def _gram(
         self,

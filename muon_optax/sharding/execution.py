@@ -19,7 +19,7 @@ from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.placement import place, to_types_of
 from muon_optax.sharding.planning.buckets import Bucket, WorkSlice
 from muon_optax.sharding.planning.device_models import DeviceModel, device_model
-from muon_optax.sharding.planning.planner import least_workspace, plan_leaves
+from muon_optax.sharding.planning.planner import plan_leaves
 from muon_optax.sharding.runtime.buffers import Arrays, Elementwise
 from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer
 from muon_optax.sharding.runtime.pipeline import run_buckets
@@ -180,7 +180,8 @@ class ExecutionOptions:
 
     def exceeded_by(self, work_slice: WorkSlice, leaf: BoundLeaf) -> int | None:
         """Bytes of workspace that one matrix at a time takes, where that exceeds the bound."""
-        least = least_workspace(work_slice.strategy, leaf)
+        matrix_bytes = leaf.view.fan_in * leaf.view.fan_out * jnp.dtype(leaf.dtype).itemsize
+        least = work_slice.strategy.least_workspace(matrix_bytes)
         limit = self.max_workspace_bytes
         return least if limit is not None and least > limit else None
 

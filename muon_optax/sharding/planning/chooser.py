@@ -38,8 +38,8 @@ class Chooser:
       budget: bytes of workspace for one chunk.
       are_single: whether each leaf has one matrix.
       rounds: those that other buckets have begun.
-      sharing: whether any are to be shared.
-      groups: the strategy with groups of owners that is weighed too.
+      sharing: which remainders share rounds.
+      groups: the strategy with groups of devices for owners that is weighed too, if any.
     """
 
     leaf: BoundLeaf
@@ -129,13 +129,13 @@ class Chooser:
         """Whether the workspace has room for a round's results with those of more matrices.
 
         A round of one shape writes the results of all replicas where they stay. Shapes that share
-        one get theirs in one flat array, which is cut then. Groups work on matrices that are padded
-        to the largest sizes.
+        one get theirs in one flat array, which is cut then. Groups work on padded matrices, of
+        which the workspace must hold one besides.
         """
         if strategy.group > 1:
-            both = strategy.joined(into.size, workload)
-            elements = (strategy.copies_held + 2) * both.rows * both.columns // strategy.group
-            if elements * both.itemsize > self.budget:
+            padded = strategy.padded_workload(into.padded, workload)
+            matrix = padded.rows * padded.columns * padded.itemsize
+            if strategy.least_workspace(matrix) > self.budget:
                 return False
         return into.results + count * workload.result_bytes <= self.budget
 
@@ -147,7 +147,7 @@ class Chooser:
         return dataclasses.replace(
             self._slice(strategy, start, count, workload),
             first_owner=into.next_owner,
-            cost=estimate(strategy, count, workload, self.device, into.size),
+            cost=estimate(strategy, count, workload, self.device, into.padded),
             reason=reason if self.leaf.strategy == "auto" else f"asked for; {reason}",
             round=into.number,
         )

@@ -7,6 +7,7 @@ L/R (R - 1) times the bytes of a result.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 from muon_optax.sharding.planning.device_models import DeviceModel
 from muon_optax.sharding.planning.workload import Workload
@@ -35,7 +36,7 @@ def estimate(
     count: int,
     workload: Workload,
     device: DeviceModel,
-    joins: Workload | None = None,
+    padded_before: Workload | None = None,
 ) -> Cost:
     """Cost of `count` matrices under a strategy.
 
@@ -44,9 +45,9 @@ def estimate(
       count: L, the number of matrices.
       workload: their shape, dtype and sharding.
       device: the device model.
-      joins: where they join others in a round, what that is as large as without them: only the
-        growth of what a device receives in it is counted, and no latency; and only the growth of
-        the FLOPs, where all devices work on matrices of its sizes.
+      padded_before: where they join a round, the sizes to which its matrices are padded without
+        them. Then only the growth of the bytes that a device receives in the round is counted, and
+        no latency. Of FLOPs too only the growth is, where groups work on padded matrices.
 
     Returns:
       The cost.
@@ -58,12 +59,12 @@ def estimate(
     flops = strategy.flops(per_replica, workload)
     from_replicas = per_replica * workload.result_bytes * (r - 1)
     collectives = strategy.collectives(workload) * (n > 1) + (r > 1)
-    if joins is not None:
-        both, collectives = strategy.joined(joins, workload), 0
-        received = strategy.received_bytes(1, both) - strategy.received_bytes(1, joins)
-        summed = strategy.summed_bytes(1, both) - strategy.summed_bytes(1, joins)
+    if padded_before is not None:
+        padded, collectives = strategy.padded_workload(padded_before, workload), 0
+        received = _growth(strategy.received_bytes, padded_before, padded)
+        summed = _growth(strategy.summed_bytes, padded_before, padded)
         if strategy.group > 1:
-            flops = strategy.flops(1, both) - strategy.flops(1, joins)
+            flops = _growth(strategy.flops, padded_before, padded)
     sizes = dict(workload.sizes)
     seconds = (
         flops / device.rate(workload.itemsize)
@@ -75,3 +76,8 @@ def estimate(
         group = strategy.group
         seconds += summed / device.bandwidth_in_groups(workload.shard_axes, sizes, group)
     return Cost(received + summed + from_replicas, flops, seconds)
+
+
+def _growth(cost: Callable[[int, Workload], int], before: Workload, after: Workload) -> int:
+    """How much more a round costs, by bytes or FLOPs, that is padded to other sizes."""
+    return cost(1, after) - cost(1, before)

@@ -12,7 +12,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import get_args
 
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from muon_optax.sharding.planning.shared_rounds import OpenRounds, numbered
 from muon_optax.sharding.planning.workload import Workload
 from muon_optax.sharding.strategies import GROUPS, STRATEGIES, Strategy
 
-__all__ = ["least_workspace", "plan_leaves"]
+__all__ = ["plan_leaves"]
 
 # The default of `max_workspace_bytes`, at least; `Chooser._chunk` says how six matrices are used.
 _LEAST_WORKSPACE = 2**28
@@ -39,8 +39,9 @@ _WORKSPACE_MATRICES = 6
 # for DeepSeek-V3 on 64 H100s took off .02 of the time, and a tenth more to compile.
 _LEAST_GAIN = 0.01
 
-# The same for groups of owners, and more if they receive more bytes: what they send in the middle
-# of the iteration is under no matmul, while all else may be.
+# The part of the time that groups for owners must take off, times the ratio of the bytes received
+# if they receive more. Their sums are in the middle of the iteration, so that no matmuls hide them,
+# while other collectives may be hidden.
 _LEAST_GAIN_OF_GROUPS = 0.15
 
 
@@ -75,27 +76,11 @@ def plan_leaves(
         _BucketWork(members, tuple(leaves[i] for i in members), workloads[leaves[members[0]].key])
         for members in group_leaves(filled, workloads, newton_schulz)
     ]
-    work = sorted(work, key=lambda each: -each.workload.flops)
-
-    def planned(
-        floors: Mapping[tuple, float], sharing: Sharing, groups: Strategy | None = None
-    ) -> list[Bucket]:
-        # A shared round is as large as its first matrix.
-        ordered = sorted(work, key=lambda each: -each.workload.matrix_bytes * (sharing == "all"))
-        loads, rounds = {sizes: Loads(sizes) for sizes in floors}, OpenRounds()
-        return numbered(
-            [
-                each.planned(loads, floors, device, budget, rounds, sharing, groups)
-                for each in ordered
-            ]
-        )
-
-    floors = _least_peaks(filled.values(), workloads)
-    can_share = sum(each.leaves_rest for each in work) > 1
-    best = _fastest(planned, floors, device, get_args(Sharing) if can_share else ("none",))
-    owned = [each for each in work if each.workload.owners > 1]
-    if owned and all(each.count < each.workload.owners for each in owned):
-        best = _in_groups_if_faster(planned, floors, device, best)
+    work = tuple(sorted(work, key=lambda each: -each.workload.flops))
+    planner = _Planner(work, device, budget, _least_peaks(filled.values(), workloads))
+    best = planner.with_single_owners()
+    if planner.has_more_devices_than_matrices:
+        best = planner.with_groups_if_faster(best)
     return tuple(_without_lone_skip(best, device))
 
 
@@ -123,76 +108,100 @@ class _BucketWork:
         """Whether a round of owners would be incomplete."""
         return self.count % self.workload.owners > 0
 
-    def planned(
-        self,
-        loads: Mapping[tuple, Loads],
-        floors: Mapping[tuple, float],
-        device: DeviceModel,
-        budget: int,
-        rounds: OpenRounds,
-        sharing: Sharing,
-        groups: Strategy | None,
-    ) -> Bucket:
-        """The bucket as a `Chooser` plans it, to which the arguments go."""
-        chooser = Chooser(
-            leaf=self.leaves[0],
-            workload=self.workload,
-            device=device,
-            loads=loads[self.workload.sizes],
-            floor=floors[self.workload.sizes],
-            budget=budget,
-            are_single=all(leaf.count == 1 for leaf in self.leaves),
-            rounds=rounds,
-            sharing=sharing,
-            groups=groups,
-        )
-        return Bucket(self.members, self.leaves[0], tuple(chooser.slices(self.count)))
 
+@dataclasses.dataclass(frozen=True)
+class _Planner:
+    """Makes plans for all buckets, of which `plan_leaves` takes one.
 
-def _fastest(
-    planned: Callable[[Mapping[tuple, float], Sharing], list[Bucket]],
-    floors: dict[tuple, float],
-    device: DeviceModel,
-    sharings: Sequence[Sharing],
-) -> list[Bucket]:
-    """The plan that takes least time, with shared rounds only if these are worth it.
+    One shares no rounds, one those where that is fastest, and one has as few rounds as possible.
+    Groups for owners take another for each of their sizes, with as few rounds as possible.
 
-    Bucket after bucket, a choice can't know whether later ones fill the devices it leaves idle. So
-    one plan is made as if they did, one as if not.
+    Attributes:
+      work: the buckets, costliest matrices first.
+      device: as in `plan_leaves`.
+      budget: bytes of workspace for one chunk.
+      floors: for each mesh, by the sizes of its axes, FLOPs that its busiest device has at least.
     """
-    peaks = dict.fromkeys(floors, 0.0), floors
-    best, *shared = (
-        min((planned(each, sharing) for each in peaks), key=_seconds_of) for sharing in sharings
-    )
-    worth = (each for each in sorted(shared, key=_seconds_of) if _is_worth(each, best, device))
-    return next(worth, best)
 
+    work: tuple[_BucketWork, ...]
+    device: DeviceModel
+    budget: int
+    floors: Mapping[tuple, float]
 
-def _in_groups_if_faster(
-    planned: Callable[[Mapping[tuple, float], Sharing, Strategy], list[Bucket]],
-    floors: Iterable[tuple],
-    device: DeviceModel,
-    best: list[Bucket],
-) -> list[Bucket]:
-    """The plan with groups of owners, where they take much off the time of this or smaller groups.
+    @property
+    def has_more_devices_than_matrices(self) -> bool:
+        """Whether every bucket whose matrices have owners leaves some of the owners idle."""
+        owned = [each for each in self.work if each.workload.owners > 1]
+        return bool(owned) and all(each.count < each.workload.owners for each in owned)
 
-    All devices work on what a group works on: no matmuls are free, as if later ones filled them.
-    """
-    peaks = dict.fromkeys(floors, 0.0)
-    for strategy in GROUPS:
-        in_groups = planned(peaks, "all", strategy)
-        gain = _seconds_of(best) - _seconds_of(in_groups)
-        more = max(1.0, _received_by(in_groups) / max(1, _received_by(best)))
-        if gain > max(_LEAST_GAIN_OF_GROUPS * more * _seconds_of(best), device.latency):
-            best = in_groups
-    return best
+    def with_single_owners(self) -> list[Bucket]:
+        """The fastest plan with single devices for owners, and shared rounds where worth it."""
+        can_share = sum(each.leaves_rest for each in self.work) > 1
+        sharings = get_args(Sharing) if can_share else ("none",)
+        apart, *shared = (self._fastest(sharing) for sharing in sharings)
+        fastest_first = sorted(shared, key=_seconds_of)
+        return next((x for x in fastest_first if _is_worth(x, apart, self.device)), apart)
+
+    def with_groups_if_faster(self, best: list[Bucket]) -> list[Bucket]:
+        """A plan with groups for owners, if it takes much off the time of `best`.
+
+        Larger groups must take as much off the time of smaller ones. All devices take part in the
+        work of every group, so that nothing is free for the devices without a matrix.
+        """
+        for groups in GROUPS:
+            in_groups = self._plan(self._zero_floors, "all", groups)
+            gain = _seconds_of(best) - _seconds_of(in_groups)
+            more = max(1.0, _received_by(in_groups) / max(1, _received_by(best)))
+            if gain > max(_LEAST_GAIN_OF_GROUPS * more * _seconds_of(best), self.device.latency):
+                best = in_groups
+        return best
+
+    def _fastest(self, sharing: Sharing) -> list[Bucket]:
+        """The faster of two plans.
+
+        Bucket after bucket, a choice can't know whether later ones fill the devices it leaves idle.
+        So one plan is made as if they did, one as if not.
+        """
+        plans = [self._plan(floors, sharing) for floors in (self._zero_floors, self.floors)]
+        return min(plans, key=_seconds_of)
+
+    @property
+    def _zero_floors(self) -> Mapping[tuple, float]:
+        """Those under which no device's matmuls are free."""
+        return dict.fromkeys(self.floors, 0.0)
+
+    def _plan(
+        self, floors: Mapping[tuple, float], sharing: Sharing, groups: Strategy | None = None
+    ) -> list[Bucket]:
+        """One plan, bucket after bucket; the arguments are as in `Chooser`."""
+        loads, rounds = {sizes: Loads(sizes) for sizes in floors}, OpenRounds()
+        buckets, work = [], self.work
+        if sharing == "all":  # a shared round is as large as its first matrix
+            work = sorted(work, key=lambda each: -each.workload.matrix_bytes)
+        for each in work:
+            chooser = Chooser(
+                leaf=each.leaves[0],
+                workload=each.workload,
+                device=self.device,
+                loads=loads[each.workload.sizes],
+                floor=floors[each.workload.sizes],
+                budget=self.budget,
+                are_single=all(leaf.count == 1 for leaf in each.leaves),
+                rounds=rounds,
+                sharing=sharing,
+                groups=groups,
+            )
+            buckets.append(Bucket(each.members, each.leaves[0], tuple(chooser.slices(each.count))))
+        return numbered(buckets)
 
 
 def _received_by(buckets: Iterable[Bucket]) -> int:
+    """Bytes that a device receives."""
     return sum(work_slice.cost.bytes for bucket in buckets for work_slice in bucket.slices)
 
 
 def _seconds_of(buckets: Iterable[Bucket]) -> float:
+    """The time of a plan on the device model."""
     return sum(work_slice.cost.seconds for bucket in buckets for work_slice in bucket.slices)
 
 
@@ -201,12 +210,6 @@ def _is_worth(shared: Sequence[Bucket], apart: Sequence[Bucket], device: DeviceM
     seconds, slices = _seconds_of(apart), [sum(len(b.slices) for b in x) for x in (apart, shared)]
     least = _LEAST_GAIN * (1 + max(0, slices[1] - slices[0])) * seconds
     return seconds - _seconds_of(shared) > max(least, device.latency)
-
-
-def least_workspace(strategy: Strategy, leaf: BoundLeaf) -> int:
-    """Bytes of workspace on a device while it handles one matrix of a leaf at a time."""
-    matrix = leaf.view.fan_in * leaf.view.fan_out * jnp.dtype(leaf.dtype).itemsize
-    return (strategy.copies_held + 2) * matrix // strategy.group
 
 
 def _workload(leaf: BoundLeaf, newton_schulz: NewtonSchulz | None) -> Workload:
@@ -229,7 +232,7 @@ def _workload(leaf: BoundLeaf, newton_schulz: NewtonSchulz | None) -> Workload:
         newton_schulz=newton_schulz,
         results_are_replicated=leaf.result_sharding is not None,
         method=method,
-        sum_itemsize=counted.sum_dtype(method, dtype).itemsize,
+        sent_gram_itemsize=counted.sent_gram_dtype(method, dtype).itemsize,
     )
 
 

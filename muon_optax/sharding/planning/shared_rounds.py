@@ -20,9 +20,9 @@ class OpenRound:
       number: by which slices of the work name it.
       first_leaf: path of a leaf of the slice that began it.
       kind: equal for all that may share it.
-      next_owner: the owner that follows those that have a matrix, the first of a group.
-      free: owners without a matrix, or groups, in each replica.
-      size: matrices that it is as large as.
+      next_owner: the device that follows the owners of its matrices; of a group, the first.
+      free: owners without a matrix in each replica, devices or groups.
+      padded: the sizes to which its matrices are padded.
       results: bytes of the results that a device gets, those of other replicas included.
     """
 
@@ -31,7 +31,7 @@ class OpenRound:
     kind: Any
     next_owner: int
     free: int
-    size: Workload
+    padded: Workload
     results: int
 
 
@@ -51,7 +51,7 @@ class OpenRounds:
     def take(self, work_slice: WorkSlice, leaf: BoundLeaf, workload: Workload) -> int:
         """Puts a rest into its round, or makes one; returns the number."""
         each = -(-work_slice.count // workload.replicas)
-        size, group = workload, work_slice.strategy.group
+        padded, group = workload, work_slice.strategy.group
         number = len(self._rounds) if work_slice.round is None else work_slice.round
         kind = _kind(work_slice.strategy, leaf, workload)
         results = work_slice.count * workload.result_bytes
@@ -59,17 +59,19 @@ class OpenRounds:
         if work_slice.round is not None:
             before = self._rounds[number]
             path, free = before.first_leaf, before.free
-            size = work_slice.strategy.joined(before.size, workload)
+            padded = work_slice.strategy.padded_workload(before.padded, workload)
             results += before.results
         replica, shard = divmod(work_slice.first_owner, workload.shards)
         next_owner = replica * workload.shards + (shard + each * group) % workload.shards
-        self._rounds[number] = OpenRound(number, path, kind, next_owner, free - each, size, results)
+        self._rounds[number] = OpenRound(
+            number, path, kind, next_owner, free - each, padded, results
+        )
         return number
 
 
 def _kind(strategy: Strategy, leaf: BoundLeaf, workload: Workload) -> tuple:
     kind = strategy, leaf.round_key, workload.replica_axes
-    # A group's devices all run one program, so that its round has one method.
+    # All groups take part in the same sums over groups, so that a round has one method.
     return kind if strategy.group == 1 else (*kind, workload.method)
 
 

@@ -21,10 +21,10 @@ class Workload:
       sizes: size of each mesh axis, as pairs in the mesh's order.
       newton_schulz: the iteration that runs; None for a function of the user's.
       results_are_replicated: whether results go unsharded to every device, not back as slices.
-      method: of the iteration, for a matrix of this shape.
-      sum_itemsize: bytes of an entry of a Gram matrix that devices sum in each step.
-      longest: elements of the matrix that those of a round are padded to where they are sent, if
-        that isn't rows * columns.
+      method: the method of the iteration for a matrix of this shape.
+      sent_gram_itemsize: bytes of an entry of the Gram matrices that groups of devices send; see
+        `NewtonSchulz.sent_gram_dtype`.
+      sent_elements: elements that a matrix is padded to where it is sent, if not rows * columns.
     """
 
     rows: int
@@ -37,8 +37,8 @@ class Workload:
     newton_schulz: NewtonSchulz | None = None
     results_are_replicated: bool = False
     method: Literal["standard", "gram"] = "standard"
-    sum_itemsize: int = 4
-    longest: int | None = None
+    sent_gram_itemsize: int = 4
+    sent_elements: int | None = None
 
     def count(self, axes: tuple[str, ...]) -> int:
         """Number of devices along axes."""
@@ -50,7 +50,7 @@ class Workload:
     @property
     def matrix_bytes(self) -> int:
         """Bytes of one whole matrix in collectives."""
-        return (self.longest or self.rows * self.columns) * self.itemsize
+        return (self.sent_elements or self.rows * self.columns) * self.itemsize
 
     @property
     def result_bytes(self) -> int:

@@ -66,7 +66,7 @@ class Orthogonalizer:
         x: jax.Array,
         axis: Literal[-1, -2],
         collectives: GramCollectives,
-        total: Callable[[jax.Array], jax.Array],
+        all_reduce: Callable[[jax.Array], jax.Array],
         method: Literal["standard", "gram"] = "gram",
     ) -> jax.Array:
         """Orthogonalises this device's slices of matrices.
@@ -75,7 +75,7 @@ class Orthogonalizer:
           x: (..., m, n), sharded along `axis`.
           axis: the long axis of the matrices.
           collectives: how the devices sum Gram matrices and get the results.
-          total: the sum over the devices that have slices of the same matrices.
+          all_reduce: sums an array over the devices that have slices of the same matrices.
           method: as in `NewtonSchulz.on_slices`.
 
         Returns:
@@ -85,7 +85,7 @@ class Orthogonalizer:
         y = self.newton_schulz.on_slices(x, collectives, axis=axis, method=method)
         if not self.adaptive:
             return y
-        return _times(y, total(_inner(x, y)))
+        return _times(y, all_reduce(_inner(x, y)))
 
     def _dense(self, x: jax.Array, sizes: tuple[int, int]) -> jax.Array:
         """Orthogonalises (batch, m, n) without the zero rows or columns that these sizes leave out.

@@ -24,16 +24,18 @@ class Strategy(abc.ABC):
 
     Attributes:
       name: as users ask for it and tables show it.
-      has_owners: whether each matrix is whole on one device, its owner. Matrices then go in rounds
-        of one for each owner, and the remainder may go another way.
+      has_owners: whether each matrix has an owner, a device or a group of devices that alone work
+        on it. Matrices then go in rounds of one for each owner, and the remainder may go another
+        way.
       shares_rounds: whether matrices of several shapes can be in one round of owners, by `shared`.
       communicates: whether anything is sent. Only then can replicas divide the work.
       needs_newton_schulz: whether it takes Newton-Schulz apart, so that no other function of
         matrices can be used.
       copies_held: for each matrix that a device works on, how many of its size it holds at once:
         as slices and whole, before and after, or one where results replace their input.
-      group: how many devices own a matrix together. Those of a group take part in collectives while
-        they work, so that all devices work on matrices of a round's largest sizes, or on zeros.
+      group: how many devices own a matrix together. Above 1, they need collectives in the middle of
+        the work, in which all devices must take part: each works on a matrix that is padded to the
+        largest sizes of its round, or on zeros.
     """
 
     name: ClassVar[str]
@@ -64,12 +66,19 @@ class Strategy(abc.ABC):
         """Bytes that a device receives from the other shards, for `count` matrices of a replica."""
 
     def summed_bytes(self, count: int, workload: Workload) -> int:
-        """Bytes that a device receives from the others of its group, for as many."""
+        """Bytes that a device receives from the others of its group, for `count` of a replica."""
         return 0
 
-    def joined(self, one: Workload, other: Workload) -> Workload:
-        """Of matrices of two shapes in one round, that which the round is as large as."""
+    def padded_workload(self, one: Workload, other: Workload) -> Workload:
+        """The workload of the sizes to which matrices of two shapes are padded in one round."""
         return one if one.matrix_bytes >= other.matrix_bytes else other
+
+    def least_workspace(self, matrix_bytes: int) -> int:
+        """Bytes of workspace on a device that works on one matrix at a time.
+
+        The chunks before and after, which are on their way, take a copy each.
+        """
+        return (self.copies_held + 2) * matrix_bytes // self.group
 
     @abc.abstractmethod
     def flops(self, count: int, workload: Workload) -> int:

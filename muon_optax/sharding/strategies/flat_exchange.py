@@ -25,11 +25,11 @@ __all__ = ["FlatExchange"]
 class FlatExchange:
     """Kinds of matrices that are sent to their owners at once, each owner getting one at most.
 
-    A slice is a row of a flat array, padded with zeros to the length of the longest, and an owner's
-    row is where its number is: those of a kind follow those of the kind before. Where a group owns
-    a matrix, each of its devices has a row, of a part of the slice. Every collective is on the flat
-    array, so that all devices take part in it. Only the work on whole matrices differs between
-    them, and is a branch.
+    Every collective is on one flat array, so that all devices take part in it. It has a row for
+    each device, by number: the slice that this owner is sent, padded with zeros to the length of
+    the longest. Where a group owns a matrix, each of its devices is sent a part of the slice.
+    Owners of one kind follow those of the kind before. Only the work on whole matrices differs
+    between devices, and is a branch.
 
     Attributes:
       kinds: the matrices of each shape, from the first owner on.
@@ -42,7 +42,7 @@ class FlatExchange:
 
         On an owner these are the slices of its matrix; elsewhere zeros.
         """
-        parts = [kind.parts(x) for kind, x in zip(self.kinds, slices, strict=True)]
+        parts = [kind.to_parts(x) for kind, x in zip(self.kinds, slices, strict=True)]
         rows = [self._padded(x.reshape(x.shape[0], -1)) for x in parts]
         idle = self._first.shards - sum(x.shape[0] for x in rows)
         by_owner = jnp.pad(jnp.concatenate(rows), [(0, idle), (0, 0)])
@@ -50,14 +50,8 @@ class FlatExchange:
 
     def orthogonalize(self, x: jax.Array, orthogonalizer: Orthogonalizer) -> jax.Array:
         """Orthogonalises the matrix of this device, if it has one."""
-        # shard_map types a result by the axes it varies over, and all branches must have one type.
-        typed = varying_axes(x)
-
-        def branch(kind: ShardedMatrices) -> Callable[[jax.Array], jax.Array]:
-            return lambda x: as_varying(self._orthogonalized(kind, x, orthogonalizer), typed)
-
-        kind = jnp.asarray(self._kind_of_owner)[self._device]
-        return jax.lax.switch(kind, [*map(branch, self.kinds), lambda x: x], x)
+        function = functools.partial(self._orthogonalized, orthogonalizer)
+        return self._by_kind(function, x, when_idle=lambda x: x)
 
     def send(self, y: jax.Array) -> tuple[jax.Array, ...]:
         """Undoes `receive`: the results (count, *block) of all matrices of each kind."""
@@ -89,19 +83,46 @@ class FlatExchange:
 
     @functools.cached_property
     def _kind_of_owner(self) -> np.ndarray:
-        """The index in `kinds` for each device, or the number of kinds."""
+        """For each device the index in `kinds` of its matrix; without one, the number of kinds."""
         found = np.full(self._first.shards * self._first.replicas, len(self.kinds), np.int32)
         for i, kind in enumerate(self.kinds):
             for member in range(kind.group):
                 found[np.array(kind.owners) + member] = i
         return found
 
+    def _by_kind(
+        self,
+        function: Callable[[ShardedMatrices, jax.Array], jax.Array],
+        x: jax.Array,
+        when_idle: Callable[[jax.Array], jax.Array] | None = None,
+    ) -> jax.Array:
+        """A function of the kind of this device's matrix, and of `x`.
+
+        Args:
+          function: called once for each kind, in a branch where there are several.
+          x: this device's array.
+          when_idle: for devices without a matrix; None has them do as those of the last kind.
+        """
+        of_kinds = [functools.partial(function, kind) for kind in self.kinds]
+        branches = of_kinds if when_idle is None else [*of_kinds, when_idle]
+        if len(branches) == 1:
+            return branches[0](x)
+        # shard_map types a result by the axes it varies over, and all branches must have one type.
+        typed = varying_axes(x)
+
+        def typed_branch(branch: Callable[[jax.Array], jax.Array]) -> Callable:
+            return lambda x: as_varying(branch(x), typed)
+
+        branch_of_owner = np.minimum(self._kind_of_owner, len(branches) - 1)
+        index = jnp.asarray(branch_of_owner)[self._device]
+        return jax.lax.switch(index, [*map(typed_branch, branches)], x)
+
     def _padded(self, rows: jax.Array) -> jax.Array:
         missing = self._longest - rows.shape[1]
         return jnp.pad(rows, [(0, 0), (0, missing)]) if missing else rows
 
     def _orthogonalized(
-        self, kind: ShardedMatrices, x: jax.Array, orthogonalizer: Orthogonalizer
+        self, orthogonalizer: Orthogonalizer, kind: ShardedMatrices, x: jax.Array
     ) -> jax.Array:
         slices = x[:, : math.prod(kind.block)].reshape(kind.shards, 1, *kind.block)
         y = orthogonalizer.whole(kind.assemble(slices), kind.leaf.view)
@@ -111,14 +132,14 @@ class FlatExchange:
         """This device's slices of each kind."""
         rows = rolled(self._first.swap_joined(y), -self._first_shard)
         for kind, own in self._split(rows):
-            yield kind.joined(own.reshape(-1, *kind.part.block))
+            yield kind.from_parts(own.reshape(-1, *kind.part.block))
 
     def _replicated(self, y: jax.Array) -> Iterator[jax.Array]:
         """The whole matrices of each kind."""
         whole = all_gather(y[None], self._first.leaf.shard_axes)
         for kind, own in self._split(rolled(whole, -self._first_shard)):
             parts = own.reshape(-1, kind.shards, *kind.part.block).swapaxes(0, 1)
-            slices = kind.joined(parts.reshape(-1, *kind.part.block))
+            slices = kind.from_parts(parts.reshape(-1, *kind.part.block))
             yield kind.assemble(slices.reshape(kind.shards, -1, *kind.block))
 
     def _split(self, rows: jax.Array) -> Iterator[tuple[ShardedMatrices, jax.Array]]:

@@ -1,27 +1,25 @@
 """All-to-all to groups of devices, each of which owns a matrix together.
 
 Where there are more devices than matrices, owners that are single devices leave others idle, and
-all wait for the largest matrix. The devices of a group each receive a part of a matrix's long side,
-sum Gram matrices in every step, and repeat what is left of a step, which is on these alone.
+all wait for the largest matrix. The devices of a group each receive a part of a matrix's long side.
+In every step they sum their Gram matrices, and each computes the same factor of the sum.
 """
 
 import dataclasses
-from collections.abc import Callable
+import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from muon_optax.orthogonalization import GramCollectives, NewtonSchulz
 from muon_optax.sharding.bound_leaf import BoundLeaf
-from muon_optax.sharding.group_sums import Group, add, larger
 from muon_optax.sharding.planning.workload import Workload
 from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer
 from muon_optax.sharding.strategies.all_to_all import AllToAll
 from muon_optax.sharding.strategies.flat_exchange import FlatExchange
+from muon_optax.sharding.strategies.group_sums import DeviceGroups, add, maximum
 from muon_optax.sharding.strategies.sharded_matrices import ShardedMatrices, axis_to_cut
-from muon_optax.sharding.trace_context import as_varying, varying_axes
-from muon_optax.sharding.triangle import triangle_entries
+from muon_optax.sharding.strategies.triangle import triangle_entries
 
 __all__ = ["GroupExchange", "Groups"]
 
@@ -30,14 +28,14 @@ __all__ = ["GroupExchange", "Groups"]
 class Groups(AllToAll):
     """As all_to_all, with groups of g neighbours for owners.
 
-    For a matrix of m x n, m <= n, with b bytes an element, over N shards: 2 mn b/g (N - 1)/N bytes,
-    log2(g) T 9/16 m^2 s bytes from the others of the group, as the triangle of a Gram matrix is
-    summed with s bytes an entry, and T (4 m^2 n/g + 2 m^3) FLOPs by T steps of the standard method;
-    the Gram method sums once for each of its passes, and divides its matmuls with X by g. A round
-    has N/g matrices.
+    A round has N/g matrices, over N shards. For m x n, m <= n, with b bytes an element, each device
+    receives 2 mn b/g (N - 1)/N bytes of slices. By T steps of the standard method it receives
+    T log2(g) 9/16 m^2 s bytes from the others of its group, as triangles of Gram matrices are sent
+    with s bytes an entry, and does T (4 m^2 n/g + 2 m^3) FLOPs. The Gram method sums once for each
+    of its passes, and divides its matmuls with X by g.
 
     Attributes:
-      group: g, a power of two.
+      group: g, the number of devices in a group, a power of two.
     """
 
     group: int
@@ -65,19 +63,20 @@ class Groups(AllToAll):
     def summed_bytes(self, count: int, workload: Workload) -> int:
         """The triangles of Gram matrices, and once the largest entry, in float32 at least.
 
-        With triangles in half precision goes a factor of each.
+        With each triangle in float16 goes its scale, in float32.
         """
-        itemsize, wide = workload.sum_itemsize, max(4, workload.itemsize)
+        itemsize = workload.sent_gram_itemsize
         triangle = triangle_entries(workload.rows) * itemsize + (4 if itemsize < 4 else 0)
-        sent = _sums(workload) * triangle + wide
+        largest_entry = max(4, workload.itemsize)
+        sent = _sums(workload) * triangle + largest_entry
         return self._rounds(count, workload) * self._exchanges * sent
 
-    def joined(self, one: Workload, other: Workload) -> Workload:
+    def padded_workload(self, one: Workload, other: Workload) -> Workload:
         return dataclasses.replace(
             one,
             rows=max(one.rows, other.rows),
             columns=max(one.columns, other.columns),
-            longest=max(one.matrix_bytes, other.matrix_bytes) // one.itemsize,
+            sent_elements=max(one.matrix_bytes, other.matrix_bytes) // one.itemsize,
         )
 
     def flops(self, count: int, workload: Workload) -> int:
@@ -91,7 +90,7 @@ class Groups(AllToAll):
         return self._rounds(count, workload) * each
 
     def collectives(self, workload: Workload) -> int:
-        each = 1 if workload.sum_itemsize >= 4 else 2
+        each = 1 if workload.sent_gram_itemsize >= 4 else 2  # the triangle, and its scale
         return 2 + self._exchanges * (_sums(workload) * each + 1)
 
     def round_size(self, workload: Workload) -> int:
@@ -119,7 +118,7 @@ class Groups(AllToAll):
 
     @property
     def _exchanges(self) -> int:
-        """Exchanges of a sum over a group."""
+        """Exchanges of an all-reduce over a group: log2(g)."""
         return self.group.bit_length() - 1
 
     def _rounds(self, count: int, workload: Workload) -> int:
@@ -127,7 +126,7 @@ class Groups(AllToAll):
 
 
 def _sums(workload: Workload) -> int:
-    """Gram matrices that are summed for one matrix."""
+    """How many Gram matrices are summed over a group for one matrix."""
     schedule = workload.schedule
     return schedule.passes if workload.method == "gram" else len(schedule.rows)
 
@@ -136,54 +135,42 @@ def _sums(workload: Workload) -> int:
 class GroupExchange(FlatExchange):
     """Kinds of matrices that groups of devices get at once.
 
-    No collective may be in a branch that other groups don't take, and the sums are in the middle of
-    the iteration. So all devices iterate on matrices of the largest sizes, padded with zero rows
-    and columns, to which Newton-Schulz adds nothing, and only what comes before and after is a
-    branch. Devices without a matrix iterate on zeros.
+    No collective may be in a branch that other groups don't take, and the sums over groups are in
+    the middle of the iteration. So all devices iterate on matrices of the largest sizes, padded
+    with zero rows and columns, which Newton-Schulz keeps zero. Only cutting the flat slices before
+    and after is a branch. Devices without a matrix iterate on zeros.
     """
 
     def orthogonalize(self, x: jax.Array, orthogonalizer: Orthogonalizer) -> jax.Array:
         """Orthogonalises this device's part of the matrix of its group."""
         iteration, view = orthogonalizer.newton_schulz, self._first.leaf.view
         assert iteration is not None
+        # The planner puts only matrices of one method in a round.
         method = iteration.chosen_method(view.fan_in, view.fan_out, x.dtype)
-        dtype = iteration.sum_dtype(method, x.dtype)
-        group = Group(self._first.leaf.shard_axes, self._first.shards, self._first.group)
+        dtype = iteration.sent_gram_dtype(method, x.dtype)
+        groups = DeviceGroups(self._first.leaf.shard_axes, self._first.shards, self._first.group)
         collectives = GramCollectives(
-            maximum=lambda v: group.over(jax.lax.stop_gradient(v), larger),
-            reduce=lambda a: group.total_gram(a, dtype),
+            maximum=lambda v: groups.all_reduce(jax.lax.stop_gradient(v), maximum),
+            reduce=lambda a: groups.all_reduce_gram(a, dtype),
         )
         wide = self._by_kind(self._wide, x)
-        y = orthogonalizer.slices(wide, -1, collectives, lambda v: group.over(v, add), method)
+        y = orthogonalizer.slices(
+            wide, -1, collectives, lambda v: groups.all_reduce(v, add), method
+        )
         return self._by_kind(self._flat, y)
 
     @property
     def _sizes(self) -> tuple[int, int]:
-        """Rows and columns of the largest part of a wide matrix."""
+        """Rows and columns to which the parts of all kinds are padded, each the largest."""
         sizes = [_wide_sizes(kind) for kind in self.kinds]
         return max(m for m, _ in sizes), max(n for _, n in sizes)
 
-    def _by_kind(
-        self, function: Callable[[ShardedMatrices, jax.Array], jax.Array], x: jax.Array
-    ) -> jax.Array:
-        """A function of the kind of this device's matrix, and of `x`."""
-        if len(self.kinds) == 1:
-            return function(self._first, x)
-        typed = varying_axes(x)
-
-        def branch(kind: ShardedMatrices) -> Callable[[jax.Array], jax.Array]:
-            return lambda x: as_varying(function(kind, x), typed)
-
-        # Devices without a matrix have zeros, of any kind.
-        kinds = np.where(self._kind_of_owner < len(self.kinds), self._kind_of_owner, 0)
-        return jax.lax.switch(jnp.asarray(kinds)[self._device], [*map(branch, self.kinds)], x)
-
     def _wide(self, kind: ShardedMatrices, x: jax.Array) -> jax.Array:
         """Flat slices (shards, longest) -> a part of the matrix, its long side second."""
-        slices = x[:, : np.prod(kind.part.block)].reshape(kind.shards, 1, *kind.part.block)
+        slices = x[:, : math.prod(kind.part.block)].reshape(kind.shards, 1, *kind.part.block)
         (parts,) = kind.part.leaf.view.split_stack(kind.part.assemble(slices))
         wide = parts[0].T if _is_tall(kind) else parts[0]
-        missing = (all_ - own for all_, own in zip(self._sizes, wide.shape, strict=True))
+        missing = (size - own for size, own in zip(self._sizes, wide.shape, strict=True))
         return jnp.pad(wide, [(0, n) for n in missing])
 
     def _flat(self, kind: ShardedMatrices, y: jax.Array) -> jax.Array:

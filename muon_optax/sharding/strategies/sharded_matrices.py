@@ -29,8 +29,8 @@ class ShardedMatrices:
       replica_axes: mesh axes whose replicas divide the matrices.
       first_owner: where there are fewer matrices than owners, the first of those that get one.
       skips: whether devices without a matrix do nothing; if not, they work on zeros.
-      group: shards that own a matrix together. They follow one another, and each gets a part of
-        every slice, cut along the long side: 1/group of the matrix's long side in all.
+      group: how many neighbouring shards own a matrix together. Each gets a part of every slice,
+        cut along the long side, and so 1/group of the matrix.
     """
 
     leaf: BoundLeaf
@@ -67,14 +67,14 @@ class ShardedMatrices:
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """Where there are fewer matrices than owners, that of each, or the first of its group."""
+        """Where there are fewer matrices than owners, that of each: of a group the first device."""
         groups = _Owners(self.shards // self.group, self.replicas)
         first = rest_owners(self.first_owner // self.group, self.count, groups)
         return tuple((first * self.group).tolist())
 
     @functools.cached_property
     def part(self) -> "ShardedMatrices":
-        """The matrices as each device of a group has them."""
+        """The matrices of which the devices of a group each have one: 1/group of the long side."""
         if self.group == 1:
             return self
         leaf, axis = self.leaf, axis_to_cut(self.leaf, self.group)
@@ -86,8 +86,8 @@ class ShardedMatrices:
             self, leaf=dataclasses.replace(leaf, view=view, sharding=sharding), group=1
         )
 
-    def parts(self, x: jax.Array) -> jax.Array:
-        """Slices (count, *block) -> (count * group, *part.block), those of a matrix in order."""
+    def to_parts(self, x: jax.Array) -> jax.Array:
+        """Slices (count, *block) -> their parts (count * group, *part.block), matrix by matrix."""
         if self.group == 1:
             return x
         dim = self._cut_dim
@@ -95,8 +95,8 @@ class ShardedMatrices:
         x = x.reshape(*x.shape[:dim], *cut, *x.shape[dim + 1 :])
         return jnp.moveaxis(x, dim, 1).reshape(-1, *self.part.block)
 
-    def joined(self, parts: jax.Array) -> jax.Array:
-        """Undoes `parts`."""
+    def from_parts(self, parts: jax.Array) -> jax.Array:
+        """Undoes `to_parts`."""
         if self.group == 1:
             return parts
         x = parts.reshape(-1, self.group, *parts.shape[1:])

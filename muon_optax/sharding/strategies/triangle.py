@@ -1,4 +1,4 @@
-"""Hermitian matrices as their lower triangles, for collectives that need not send both."""
+"""Hermitian matrices as their lower triangles, for collectives: the upper ones need not be sent."""
 
 import itertools
 import math
@@ -8,13 +8,13 @@ import jax.numpy as jnp
 
 __all__ = ["from_lower_triangle", "lower_triangle", "triangle_entries"]
 
-# So many strips of rows, each up to where its diagonal block ends: nine sixteenths of the entries.
-# Strips are copied at the memory's rate; a triangle to the entry would be gathered.
+# A triangle is cut in so many strips of rows, each of which ends with its block on the diagonal:
+# 9/16 of the matrix. Strips are copied at the memory's rate; exact triangles need a slow gather.
 _STRIPS = 8
 
 
 def triangle_entries(m: int) -> int:
-    """Entries of what `lower_triangle` makes of an m×m matrix.
+    """The number of entries that `lower_triangle` keeps of an m×m matrix.
 
     Example:
       >>> triangle_entries(64) / 64**2
@@ -24,7 +24,7 @@ def triangle_entries(m: int) -> int:
 
 
 def lower_triangle(x: jax.Array) -> jax.Array:
-    """The entries on and below the diagonal, and some above it.
+    """The entries on and below the diagonal, and the few above it in the blocks on the diagonal.
 
     Args:
       x: (..., m, m).
@@ -37,14 +37,14 @@ def lower_triangle(x: jax.Array) -> jax.Array:
 
 
 def from_lower_triangle(x: jax.Array, m: int) -> jax.Array:
-    """The Hermitian matrix of which `lower_triangle` gave this.
+    """Undoes `lower_triangle`.
 
     Args:
       x: (..., triangle_entries(m)).
       m: rows of the matrix.
 
     Returns:
-      (..., m, m), Hermitian to the last bit but for what is on the diagonal.
+      (..., m, m), Hermitian to the last bit; the diagonal is as it was given.
 
     Example:
       >>> x = jnp.array([[1.0, 2.0], [2.0, 3.0]])
@@ -64,6 +64,6 @@ def from_lower_triangle(x: jax.Array, m: int) -> jax.Array:
 
 
 def _strips(m: int) -> list[tuple[int, int]]:
-    """The first row of each strip, and that after its last."""
+    """The first row of each strip, and the row after its last."""
     edges = sorted({m * i // _STRIPS for i in range(_STRIPS + 1)})
     return list(itertools.pairwise(edges))
