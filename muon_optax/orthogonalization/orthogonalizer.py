@@ -229,14 +229,16 @@ class NewtonSchulz:
         float16 for half-precision matmuls of the standard method, where eleven bits are more than a
         square or a factor keeps in bfloat16: `benchmarks/adversarial.py` finds no input on which a
         singular value grows more for it, but 1.35 of its bound by bfloat16's eight bits. In the
-        Gram method rounding errors add up.
+        Gram method rounding errors add up; and AOL norms are those of single rows, of which small
+        ones would be lost beside large ones.
 
         Example:
           >>> NewtonSchulz(resolve_schedule("jordan")).sum_dtype("standard", "bfloat16")
           dtype('float16')
         """
         matmuls = self.matmul_dtype(jnp.dtype(own))
-        if method == "standard" and matmuls.itemsize < 4:
+        is_of_rows = self.schedule.preconditioning == "aol"
+        if method == "standard" and matmuls.itemsize < 4 and not is_of_rows:
             return jnp.dtype(jnp.float16)
         return wide_dtype(matmuls)
 

@@ -69,10 +69,12 @@ def larger(x: jax.Array, swap: Swap) -> jax.Array:
     return jnp.maximum(x, swap(x))
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def add_in_float16(x: jax.Array, swap: Swap) -> jax.Array:
     """The sum of both devices' arrays, each rounded to float16 and to a power of two's multiple.
 
-    The one that stays is rounded too, so that both devices get the same bits.
+    The one that stays is rounded too, so that both devices get the same bits. Derivatives are those
+    of the sum, and sent as they are: of any size, they would over- or underflow in float16.
 
     Args:
       x: (..., k), float32; (..., k) is one array.
@@ -86,9 +88,15 @@ def add_in_float16(x: jax.Array, swap: Swap) -> jax.Array:
       [2.0000000e+00 1.9073486e-06]
     """
     factor = inverse_power_of_two(jnp.max(jnp.abs(x), -1, keepdims=True))
-    factor = jax.lax.stop_gradient(factor)
     info = jnp.finfo(jnp.float16)
     # Not by astype and back: XLA takes that for no change where it may keep precision.
     own = jax.lax.reduce_precision(scaled(x, factor) * _NEAR, info.nexp, info.nmant)
     other = swap(own.astype(jnp.float16)).astype(x.dtype)
     return own / _NEAR / factor + other / _NEAR / swap(factor)
+
+
+@add_in_float16.defjvp
+def _sum_of_derivatives(
+    swap: Swap, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    return add_in_float16(*primals, swap), add(*tangents, swap)
