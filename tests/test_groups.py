@@ -191,6 +191,40 @@ def test_half_precision_is_as_near_to_single_precision_as_on_one_device(dtypes):
         assert sharded.worst_error(leaf, np.asarray(got[name], np.float64), blocks) <= 4e-2
 
 
+def test_rows_of_any_size_are_normalized_by_row_norms_in_half_precision():
+    """Orthogonal rows, one of them a million times as large as the others, on the same device."""
+    grad = np.eye(8, 48, dtype=np.float32) * np.array([[1.0]] + [[1e-6]] * 7, np.float32)
+    placed = jax.device_put(grad, NamedSharding(make_mesh({"f": 8}), P("f")))
+    tx = scale_by_muon("turbo", ns_dtype="bfloat16", ns_method="standard", device=SLOW)
+    assert " ppermute[" in str(jax.make_jaxpr(tx.update)(placed, tx.init(placed)))
+    got = np.asarray(jax.jit(tx.update)(placed, tx.init(placed))[0])
+    np.testing.assert_array_equal(got[got != 0], np.full(8, got[0, 0]))
+    assert got[0, 0] == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("size", [1e-8, 1.0, 1e8])
+def test_derivatives_in_half_precision_are_near_those_in_single_precision(size):
+    """Of a function of any size, as no derivative is sent in float16."""
+    leaf = Leaf((8, 48), P("f"))
+    grad = leaf.gradient(0)
+    options: Any = {"ns_coeffs": FAST, "ns_method": "standard"}
+
+    def slope(x, **more):
+        tx = scale_by_muon(**options, **more)
+
+        def loss(x):
+            (update,) = jax.tree.leaves(tx.update(x, tx.init(x))[0])
+            return size * jnp.mean(jnp.sin(3 * update))
+
+        assert (" ppermute[" in str(jax.make_jaxpr(loss)(x))) == ("device" in more)
+        return np.asarray(jax.jit(jax.grad(loss))(x))
+
+    want = slope(grad)
+    placed = jax.device_put(grad, NamedSharding(make_mesh({"f": 8}), P("f")))
+    got = slope(placed, ns_dtype="bfloat16", device=SLOW)
+    assert reference.relative_error(got, want) <= 1.5e-2
+
+
 @pytest.mark.parametrize(
     ("dtypes", "options", "width"),
     [
@@ -199,6 +233,7 @@ def test_half_precision_is_as_near_to_single_precision_as_on_one_device(dtypes):
         (("bfloat16", "float32"), {}, 4),
         (("float16", None), {}, 2),
         (("bfloat16", None), {"ns_method": "gram"}, 4),
+        (("bfloat16", None), {"preconditioning": "aol"}, 4),
     ],
 )
 def test_gram_matrices_are_sent_in_float16_where_matmuls_have_half_precision(

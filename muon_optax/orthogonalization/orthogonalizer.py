@@ -231,7 +231,8 @@ class NewtonSchulz:
         them in float16, whose eleven bits are more than bfloat16 keeps of the square and the
         factor. `benchmarks/adversarial.py` finds no input on which a singular value grows more for
         it; with bfloat16's eight bits one grows to 1.35 times its bound. The Gram method sends them
-        as they are, since there rounding errors add up.
+        as they are, since there rounding errors add up, and so are they sent where AOL divides each
+        row by its norm, as those of small rows would be lost beside large ones.
 
         Args:
           method: the method, as of `chosen_method`.
@@ -242,7 +243,8 @@ class NewtonSchulz:
           dtype('float16')
         """
         matmuls = self.matmul_dtype(jnp.dtype(own))
-        if method == "standard" and matmuls.itemsize < 4:
+        is_of_rows = self.schedule.preconditioning == "aol"
+        if method == "standard" and matmuls.itemsize < 4 and not is_of_rows:
             return jnp.dtype(jnp.float16)
         return wide_dtype(matmuls)
 

@@ -79,10 +79,12 @@ def maximum(x: jax.Array, exchange: Exchange) -> jax.Array:
     return jnp.maximum(x, exchange(x))
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def add_in_float16(x: jax.Array, exchange: Exchange) -> jax.Array:
     """The float32 sum of both devices' arrays, each scaled by a power of two and sent in float16.
 
-    A device rounds its own array too, so that both get the same bits.
+    A device rounds its own array too, so that both get the same bits. Derivatives are those of the
+    sum, and sent as they are: of any size, they would over- or underflow in float16.
 
     Args:
       x: (..., k), float32; each row of k entries has a scale of its own.
@@ -96,9 +98,15 @@ def add_in_float16(x: jax.Array, exchange: Exchange) -> jax.Array:
       [2.0000000e+00 1.9073486e-06]
     """
     scale = inverse_power_of_two(jnp.max(jnp.abs(x), -1, keepdims=True))
-    scale = jax.lax.stop_gradient(scale)
     info = jnp.finfo(jnp.float16)
     # Not rounded by astype and back: XLA may drop such a pair, as it is free to keep precision.
     own = jax.lax.reduce_precision(scaled(x, scale) * _LARGEST, info.nexp, info.nmant)
     other = exchange(own.astype(jnp.float16)).astype(x.dtype)
     return own / _LARGEST / scale + other / _LARGEST / exchange(scale)
+
+
+@add_in_float16.defjvp
+def _sum_of_derivatives(
+    exchange: Exchange, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    return add_in_float16(*primals, exchange), add(*tangents, exchange)
