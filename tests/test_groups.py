@@ -37,7 +37,7 @@ MESHES = {
     "fsdp": ({"f": 8}, FSDP, 2),
     "lone": ({"f": 8}, {"up": Leaf((8, 64), P("f"))}, 8),
     "rounds": ({"f": 8}, {"up": Leaf((5, 8, 188), P(None, "f"), STACK)}, 4),
-    "loop": ({"f": 8}, {"up": Leaf((5, 8, 1024), P(None, "f"), STACK)}, 8),
+    "loop": ({"f": 8}, {"up": Leaf((5, 2, 768), P(None, None, "f"), STACK)}, 8),
     "two_rounds": (
         {"f": 8},
         {
