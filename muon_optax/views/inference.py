@@ -202,5 +202,6 @@ def _is_temporal(weight: Weight) -> bool:
 
     As an array of a layer's own, `conv1d_kernel`, it may be [features, window] too.
     """
-    window, features = weight.shape if is_plain_name(weight.names[-1]) else sorted(weight.shape)
+    is_plain = not weight.names or is_plain_name(weight.names[-1])
+    window, features = weight.shape if is_plain else sorted(weight.shape)
     return window <= _LONGEST_WINDOW < features and is_conv_name(weight.layer_tokens)
