@@ -9,7 +9,8 @@ leaves: [[path, shape, want]]}}}, of 375 other models. `data/blind_models.json.g
 form, of 194 models that were labelled before any rule was asked about them, and so are 120 of
 `data/third_models.json.gz` and 83 of `data/fourth_models.json.gz`. `data/scanned_models.json.gz` is
 of that form too: 220 of 2,800 models of installed libraries, labelled by the types of their
-modules, of which a person looked at what was doubtful alone.
+modules, of which a person looked at what was doubtful alone. `data/scanned_jax_models.json.gz` is
+of the form of `jax_models`, from a scan of 300 JAX models.
 """
 
 import collections
@@ -66,6 +67,7 @@ BLIND = read("blind_models.json.gz")
 THIRD = read("third_models.json.gz")
 FOURTH = read("fourth_models.json.gz")
 SCANNED = read("scanned_models.json.gz")
+SCANNED_JAX = read("scanned_jax_models.json.gz")
 CORPORA: dict[str, Models] = {
     "PyTorch": TORCH,
     "JAX": JAX,
@@ -77,6 +79,7 @@ CORPORA: dict[str, Models] = {
     "PyTorch, fourth round": _torch(FOURTH["torch"]),
     "JAX, fourth round": _jax(FOURTH["jax"]),
     "PyTorch, scanned": _torch(SCANNED["torch"]),
+    "JAX, scanned": _jax(SCANNED_JAX),
 }
 
 

@@ -119,3 +119,80 @@ def test_leaves_of_no_elements_are_no_obstacle(shape):
     params["conv"] = {"kernel": jax.ShapeDtypeStruct(shape, jnp.float32)}
     rows = {row.path: row.optimizer for row in report(params).rows}
     assert rows == {"conv/kernel": "adam", "mix/kernel": "muon"}
+
+
+POLICY: Shapes = {
+    "Dense_0/kernel": (17, 64),
+    "Dense_0/bias": (64,),
+    "Dense_1/kernel": (64, 64),
+    "Dense_1/bias": (64,),
+    "Dense_2/kernel": (64, 6),
+    "Dense_2/bias": (6,),
+}
+
+
+@pytest.mark.parametrize("name", ["log_std", "actor_logstd", "std"])
+def test_deviations_of_a_policy_are_no_widths(name):
+    """Linen's actors have one for each action, and their last layer has no name of a head."""
+    assert exact_roles(POLICY | {name: (6,)})["Dense_2/kernel"] in ("head", "output")
+    with_norm = exact_roles(POLICY | {"norm/scale": (6,)})
+    assert with_norm["Dense_2/kernel"] == "matrix"
+
+
+@pytest.mark.parametrize("shape", [(4, 512), (512, 4)])
+@pytest.mark.parametrize("name", ["conv1d_kernel", "conv_weight", "short_conv_kernel"])
+def test_depthwise_convolutions_over_time_as_arrays_of_a_layer(name, shape):
+    """KerasHub's Qwen 3.5 keeps them as [channels, window]."""
+    path = f"layers/0/linear_attn/{name}"
+    assert exact_roles(BLOCK | {path: shape})[path] == "depthwise"
+    assert exact_roles(BLOCK | {path: (64, 64)})[path] == "matrix"
+
+
+DENSE_NET: Shapes = {
+    "stem_conv/kernel": (7, 7, 3, 64),
+    "head/kernel": (1024, 10),
+    **{f"conv{i}_block{k}_1_conv/kernel": (1, 1, 32 * k + 32, 128) for i in (2, 3) for k in (1, 2)},
+    **{f"conv{i}_block{k}_1_bn/gamma": (128,) for i in (2, 3) for k in (1, 2)},
+}
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_convolutions_whose_outputs_are_concatenated_are_no_last_layers(count):
+    """DenseNet's, in a flat tree whose names hide that blocks are repeated."""
+    growth = {f"conv4_block{k}_2_conv/kernel": (3, 3, 128, 48) for k in range(count)}
+    found = exact_roles(DENSE_NET | growth)
+    wanted = "output" if count == 1 else "undeclared"
+    assert {found[path] for path in growth} == {wanted}
+
+
+@pytest.mark.parametrize(("inputs", "role"), [(49 * 48, "undeclared"), (50 * 48, "output")])
+def test_a_map_that_a_layer_takes_flattened_is_no_last_one(inputs, role):
+    net = {"Conv_0/kernel": (3, 3, 3, 32), "Conv_1/kernel": (3, 3, 32, 48)}
+    layers = {"Dense_0/kernel": (inputs, 256), "Dense_1/kernel": (256, 10)}
+    assert exact_roles(net | layers)["Conv_1/kernel"] == role
+
+
+@pytest.mark.parametrize(("channels", "role"), [(64, "output"), (16, "undeclared")])
+def test_a_last_convolution_gives_the_channels_of_an_image(channels, role):
+    """What takes them is the first convolution, and their number is that of the window."""
+    net = {"Conv_0/kernel": (3, 3, 3, channels), "Conv_1/kernel": (3, 3, channels, channels)}
+    assert exact_roles(net | {"Conv_2/kernel": (3, 3, channels, 3)})["Conv_2/kernel"] == role
+
+
+@pytest.mark.parametrize("shape", [(6, 64), (64, 6)])
+@pytest.mark.parametrize("name", ["attention_norm", "ffn_norm"])
+def test_scanned_norms_whose_scale_is_called_a_kernel(name, shape):
+    """EasyLM's RMSNorm: `attention_norm/kernel`, a row or a column a layer."""
+    path = f"h/scan_decoder/{name}/kernel"
+    assert exact_roles(BLOCK | {path: shape})[path] == "norm"
+    linear = "h/scan_decoder/norm_proj/kernel"
+    assert exact_roles(BLOCK | {linear: shape})[linear] != "norm"
+
+
+def test_the_last_of_counted_hidden_layers_is_a_head():
+    """Brax' MLP: `hidden_0` to `hidden_3`, the last of which gives the actions."""
+    shapes = {"hidden_0/kernel": (87, 32), "hidden_1/kernel": (32, 32)}
+    biases = {"hidden_0/bias": (32,), "hidden_1/bias": (32,), "hidden_2/bias": (16,)}
+    found = exact_roles(shapes | {"hidden_2/kernel": (32, 16)} | biases)
+    assert found["hidden_2/kernel"] in ("head", "output")
+    assert {found[path] for path in shapes} == {"matrix"}

@@ -11,7 +11,8 @@ from muon_optax._internal.tree_paths import leaves_with_segments, path_name
 from muon_optax.views import flax
 from muon_optax.views.matrix_view import BoundView, bind_view, is_view
 
-MODELS = model_corpus.read("jax_models.json.gz")
+SCANNED = model_corpus.SCANNED_JAX
+MODELS = {**model_corpus.read("jax_models.json.gz"), **SCANNED}
 OF_FLAX = sorted(
     name for name, model in MODELS.items() if {"linen", "nnx"} & set(model["framework"].split())
 )
@@ -33,7 +34,8 @@ def leaves_of(name: str) -> list[Leaf]:
 
 
 def params_of(name: str) -> Any:
-    return model_corpus.tree_of(model_corpus.JAX[f"jax {name}"])
+    corpus = "JAX, scanned" if name in SCANNED else "JAX"
+    return model_corpus.tree_of(model_corpus.CORPORA[corpus][f"jax {name}"])
 
 
 def views_and_warnings(name: str) -> tuple[dict[str, Any], str]:
@@ -87,6 +89,12 @@ def test_no_view_is_wrong_in_silence_in_any_framework(name):
             assert f"{leaf.path} (" not in text
 
 
+@pytest.mark.parametrize("name", sorted(SCANNED.keys() & {*OF_FLAX}))
+def test_embeddings_heads_and_norms_have_no_view(name):
+    views, _ = views_and_warnings(name)
+    assert [x for x in leaves_of(name) if x.label == "adam" and views[x.path]] == []
+
+
 def test_the_corpus_holds_its_models():
-    assert len(MODELS) == 38
-    assert len(OF_FLAX) == 29
+    assert (len(MODELS), len(SCANNED)) == (38 + 93, 93)
+    assert len({*OF_FLAX} - SCANNED.keys()) == 29

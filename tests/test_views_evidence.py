@@ -244,3 +244,33 @@ def test_the_warning_names_all_the_leaves():
         assert axes_of(shapes) == {}
     assert len(records) == 1
     assert str(records[0].message).endswith(": layer_0/a/kernel (3, 16, 24) and 39 like it")
+
+
+# Windows
+
+
+@pytest.mark.parametrize("shape", [(64, 64, 3, 3), (32, 1, 7, 7), (24, 24, 5), (16, 1, 3, 3, 3)])
+def test_windows_at_the_end_are_not_read_as_channels(shape):
+    """Equinox has convolutions as [out, in, *window]; without a bias nothing tells the axes."""
+    with pytest.warns(MuonWarning, match=r"conv1/weight \("):
+        found = axes_of({"conv1/weight": shape, "mlp/kernel": (64, 96)})
+    assert found == {"mlp/kernel": ((), (0,), (1,))}
+
+
+@pytest.mark.parametrize("shape", [(3, 3, 3, 3), (7, 7, 3, 64), (3, 64, 3), (16, 16, 3, 768)])
+def test_windows_at_the_front_are_read(shape):
+    last = len(shape) - 1
+    assert axes_of({"Conv_1/kernel": shape}) == {"Conv_1/kernel": ((), (*range(last),), (last,))}
+
+
+@pytest.mark.parametrize("name", ["block1a_dwconv", "block_1_depthwise", "conv_dw_1"])
+def test_depthwise_kernels_of_keras_have_no_view(name):
+    """They are [h, w, channels, 1]: as a matrix, a vector."""
+    shapes: Shapes = {f"{name}/kernel": (3, 3, 64, 1), "Conv_0/kernel": (1, 1, 48, 64)}
+    assert f"{name}/kernel" not in axes_of(shapes)
+
+
+def test_depthwise_convolutions_over_time_have_no_view():
+    with pytest.warns(MuonWarning, match="conv1d_kernel"):
+        found = axes_of({"mixer/conv1d_kernel": (512, 4), "mlp/kernel": (64, 96)})
+    assert found == {"mlp/kernel": ((), (0,), (1,))}

@@ -32,6 +32,7 @@ _SURE: tuple[Role, ...] = ("head", "output", "few_outputs", "tall_table")
 _LAST: tuple[Role, ...] = (*_SURE, "wide_output")
 _FEW_OUTPUTS = 32  # of a small head, whose number others may have by chance
 _FEWEST = 4  # outputs of a box, a score, a mean and a deviation: no hidden layer is so narrow
+_MOST_LEVELS = 5  # of feature maps, with a head each, whose names differ in a number
 _LAST_NUMBER = re.compile(r"\d+(?=\D*$)")
 _PARALLEL = {"heads", "lm"}  # parallel heads: `lm_heads/0`
 
@@ -68,6 +69,7 @@ class Evidence:
         self._is_alone = len(rest) == 1
         self._unconnected_paths = unconnected(tree, rest)
         self._alike: dict[str, list[Leaf]] = collections.defaultdict(list)
+        self._called_alike = collections.Counter(leaf.name.all_tokens for leaf in stacked)
         self._sequences: dict[str, list[Leaf]] = collections.defaultdict(list)
         for leaf in rest:
             self._alike[unnumbered(path_name(leaf.path))].append(leaf)
@@ -160,10 +162,14 @@ class Evidence:
         if axis is None or not is_map or leaf.is_repeated or is_attention(leaf):
             return "undeclared"
         size, others = leaf.shape[axis], leaf.shape[:axis] + leaf.shape[axis + 1 :]
-        is_image = size <= IMAGE_CHANNELS and is_called_output(leaf)
+        channels = self._order.channels(leaf)[-1]
+        is_image = size <= IMAGE_CHANNELS and (is_called_output(leaf) or channels > _FEW_OUTPUTS)
         is_last = is_image or (size not in others and not self.widths.is_taken(size))
-        is_fed = self._order.channels(leaf)[-1] in self.widths.given_maps
+        is_fed = channels in self.widths.given_maps
         is_output = is_last and is_fed and size not in self.widths.norms
+        # Outputs of many layers are concatenated, as in DenseNet, and maps are flattened.
+        alike = self._called_alike[leaf.name.all_tokens]
+        is_output &= alike <= _MOST_LEVELS and not self.widths.is_flattened(size)
         return "output" if is_output else "undeclared"
 
     def _depthwise(self, leaf: Leaf, channels: int) -> Role:
@@ -263,6 +269,8 @@ class Evidence:
         is_beside_table = leaf.bias is not None and self.widths.is_embedded(size)
         if self.widths.is_feature_map(size) or is_beside_table:
             return None
+        if "hidden" in leaf.name.layer and self._ends_sequence(leaf):
+            return "output"  # Brax counts the last layer with the others: `hidden_3`
         if is_called_hidden(leaf):  # projections for a loss end the model too, as `ctc_proj`
             is_projection = leaf.name.layer[-1:] == ("proj",) or leaf.name.layer[:1] == ("to",)
             is_slim = size * VOCABULARY <= width and is_projection

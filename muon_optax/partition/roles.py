@@ -146,10 +146,17 @@ def _is_thin(leaf: Leaf) -> bool:
 
 
 def _is_temporal(leaf: Leaf) -> bool:
-    """Whether it is a convolution over time, a filter a channel: `conv_1d/w` [window, channels]."""
-    is_called_so = leaf.name.is_kernel and names.CONV.is_in(leaf.name.layer)
-    is_long = len(leaf.shape) == 2 and leaf.shape[1] >= _WINDOW * leaf.shape[0]
-    return is_called_so and is_long and leaf.shape[0] <= _WINDOW
+    """Whether it is a convolution over time, a filter a channel.
+
+    It is `conv_1d/w` [window, channels], or as an array of a layer's own also `conv1d_kernel`
+    [channels, window].
+    """
+    name, shape = leaf.name, leaf.shape
+    is_own = name.is_weight and not name.is_plain
+    if len(shape) != 2 or not names.CONV.is_in(name.layer) or not (is_own or name.is_kernel):
+        return False
+    window, channels = sorted(shape) if is_own else shape
+    return window <= _WINDOW and channels >= _WINDOW * window
 
 
 def _is_bias_table(leaf: Leaf) -> bool:
@@ -166,12 +173,13 @@ def _is_norm(leaf: Leaf) -> bool:
     name = leaf.name
     if leaf.bias is not None:
         return leaf.bias == leaf.shape
-    is_weight = name.is_weight and not name.is_kernel and len(leaf.shape) == 2
-    if not is_weight:
+    if not name.is_weight or len(leaf.shape) != 2:
         return False
     is_stack = names.VECTOR.is_in(name.layer) and min(leaf.shape) <= _MOST_LAYERS
+    is_stack &= not name.is_kernel  # but scanned norms may have a `kernel`, as EasyLM's
     is_called_so = names.NORM.is_in(name.layer) or is_stack
-    multiplies = names.PROJECTION.is_in(name.layer) or names.CONDITION.is_in(name.layer)
+    is_layer = names.PROJECTION.is_in(name.layer) and not names.NORM.is_in(name.layer[-1:])
+    multiplies = is_layer or names.CONDITION.is_in(name.layer)  # but an `ffn_norm` doesn't
     return is_called_so and not multiplies and not _makes_a_scale(leaf)
 
 

@@ -14,6 +14,7 @@ __all__ = ["IMAGE_CHANNELS", "VOCABULARY", "Widths", "is_multiple"]
 
 VOCABULARY = 8  # a table or head of so many times its width is that of a vocabulary
 IMAGE_CHANNELS = 4  # a first convolution's inputs are no other layer's outputs
+_OF_OUTPUTS = {"slope", "std", "logstd", "stddev"}  # vectors beside a last layer, no norms
 _BLOCKS = (2, 3, 4, 6)  # of fused outputs: shift and scale, queries, keys and values, gates
 
 
@@ -152,6 +153,11 @@ class Widths:
         """Whether a layer takes half as many inputs: of a mean and a deviation, a sample."""
         return size % 2 == 0 and size > IMAGE_CHANNELS and self.is_taken(size // 2)
 
+    def is_flattened(self, size: int) -> bool:
+        """Whether a layer takes a square map of so many channels, flattened."""
+        maps = [n // size for n in self._inputs if 0 < size < n and n % size == 0]
+        return any(math.isqrt(n) ** 2 == n for n in maps)
+
     def is_feature_map(self, size: int) -> bool:
         """Whether so many outputs may be the square feature map that a convolution takes."""
         maps = [size // c for c in self._channels if 1 < c < size and size % c == 0]
@@ -161,12 +167,13 @@ class Widths:
 def _has_width(leaf: Leaf) -> bool:
     """Whether a vector may be as wide as what goes through the layers: norms of heads are not.
 
-    Nor are slopes of an activation, which may follow the last layer too, nor scales of the logits.
+    Nor are slopes of an activation, which may follow the last layer too, scales of the logits, nor
+    deviations, as the `log_std` of a policy, one for each action.
     """
     layer = leaf.name.layer
     is_of_head = names.NORM.is_in(layer) and names.QUERY_KEY.is_in(layer)
     is_of_logits = names.HEAD.is_in(layer) and not leaf.name.is_weight
-    is_after_last = "slope" in layer or is_of_logits
+    is_after_last = not _OF_OUTPUTS.isdisjoint(layer) or is_of_logits
     return not leaf.is_bias and not is_of_head and not is_after_last
 
 

@@ -26,7 +26,7 @@ class Convolutions(NamedTuple):
     """Convolutions that aren't one matrix, or may not be.
 
     Attributes:
-      depthwise: with a kernel for each channel.
+      depthwise: with a kernel for each channel, or with one output.
       one_channel: depthwise, or ordinary ones of one input channel.
       grouped: of several groups, or ordinary ones of few input channels.
     """
@@ -64,6 +64,7 @@ def sort_convolutions(weights: Sequence[Weight], known: Mapping[Segments, Roles]
     outputs = [sizes(w.shape, known[w.segments].output) for w in others]
     made = {math.prod(shape) for shape in outputs}
     depthwise = {k.weight.segments for k in one if _is_depthwise(k, one, made)}
+    depthwise |= {k.weight.segments for k in kernels if _has_one_output(k)}
     made |= {kernel.outputs for kernel in one}
     taken = {k.weight.segments: k.channels for k in kernels}
     first = {w.segments for w in others if not _is_fed(w, known[w.segments], taken, made)}
@@ -93,6 +94,14 @@ def _is_depthwise(kernel: _Kernel, alike: Sequence[_Kernel], made: set[int]) -> 
     is_named = any(t.startswith(("depthwise", "dw")) for t in weight.layer_tokens)
     is_stacked = weight.axes != tuple(range(weight.rank))
     return is_named or is_stacked or (len(alike) > 1 and kernel.outputs in made)
+
+
+def _has_one_output(kernel: _Kernel) -> bool:
+    """Whether it is a depthwise kernel of Keras, [h, w, channels, 1], or gives one number a pixel.
+
+    As a matrix either is a vector.
+    """
+    return kernel.outputs == 1 < kernel.channels
 
 
 def _is_fed(weight: Weight, roles: Roles, taken: Mapping[Segments, int], made: set[int]) -> bool:

@@ -27,7 +27,7 @@ from muon_optax.views.layer_names import (
     with_heads_merged,
     with_parts_apart,
 )
-from muon_optax.views.weights import Roles, Weight
+from muon_optax.views.weights import Roles, Weight, is_plain_name
 
 __all__ = ["infer_roles"]
 
@@ -198,6 +198,10 @@ def _outwards(weight: Weight) -> list[Module]:
 
 
 def _is_temporal(weight: Weight) -> bool:
-    """Whether a weight is a convolution's without channels, [window, features]."""
-    is_short = weight.shape[0] <= _LONGEST_WINDOW < weight.shape[1]
-    return is_short and is_conv_name(weight.layer_tokens)
+    """Whether a weight is a convolution's without channels, [window, features].
+
+    As an array of a layer's own, `conv1d_kernel`, it may be [features, window] too.
+    """
+    is_plain = not weight.names or is_plain_name(weight.names[-1])
+    window, features = weight.shape if is_plain else sorted(weight.shape)
+    return window <= _LONGEST_WINDOW < features and is_conv_name(weight.layer_tokens)

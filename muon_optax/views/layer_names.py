@@ -31,6 +31,8 @@ _EXPERTS = {"expert", "experts", "moe"}
 _MATMULS = {"dense", "linear", "einsum", "mlp", "ffn", "ff", "feed", "feedforward", "wi", "wo"}
 _MATMULS |= {"gate", "gating", "up", "down"} | _ATTENTION | _EXPERTS | _INTO_HEADS
 _WIDEST = 8  # heads x head_dim over the width of the model, 4 at most in known models
+_ODD_WINDOWS = {3, 5, 7, 9, 11}
+_LARGE_WINDOW = 8
 _CONV_LIKE = {"stem", "patch", "patches", "patchify", "downsample", "shortcut"}
 
 
@@ -49,12 +51,20 @@ def conv_by_name(weight: Weight) -> list[Roles]:
     """[*window, in, out] of a layer called convolution, where the window is one.
 
     Sides of a window are equal, or 1. Other sizes may be a stack of convolutions of fewer dims, and
-    so may sizes that all the leaves around have at this place.
+    so may sizes that all the leaves around have at this place. PyTorch and Equinox have windows
+    last.
     """
     window = weight.shape[:-2]
-    is_window = len({*window} - {1}) < 2 and len(window) <= 3
+    is_window = len({*window} - {1}) < 2 and len(window) <= 3 and not _has_window_last(weight.shape)
     may_be_stack = not weight.stack_places.isdisjoint(range(len(window))) and len(window) > 1
     return [conv_roles(weight.rank)] if is_window and not may_be_stack else []
+
+
+def _has_window_last(shape: Shape) -> bool:
+    """Whether the last axes look like a window: odd, equal, and smaller than the first ones."""
+    last, first = {*shape[2:]}, shape[:1] if len(shape) == 3 else shape[:2]
+    is_window = len(last) == 1 and last <= _ODD_WINDOWS
+    return is_window and max(first) > max(_LARGE_WINDOW, *last)
 
 
 def has_inputs_first(weight: Weight) -> bool:
