@@ -19,6 +19,7 @@ __all__ = ["Doubtful"]
 
 _FEWEST_LAYERS = 3  # sizes of fewer tell nothing, as in an example
 _FEWEST_BARE = 4  # nor do names of fewer
+_MATRICES = (names.PROJECTION, names.HIDDEN, names.ATTENTION, names.OF_BLOCK)
 _FEWEST_OTHERS = 3  # so many times as many layers, for each that is doubtful by its name
 _OTHERS = 4  # so many matrices for each of a shape whose sizes no other has
 _SLIM = 4  # so many times more inputs than outputs
@@ -182,7 +183,7 @@ def _goes_elsewhere(leaf: Leaf) -> bool:
 def _is_called_matrix(leaf: Leaf) -> bool:
     """Whether its own name is one of what multiplies: `wq`, `w_up`, `q_einsum`, `U`, `gate`."""
     words = leaf.name.layer
-    known = any(m.is_in(words) for m in (names.PROJECTION, names.HIDDEN, names.ATTENTION))
+    known = any(m.is_in(words) for m in _MATRICES)
     is_layer = any(len(word) < 3 or word[0] == "w" or word == "layer" for word in words)
     return known or is_layer or not words
 

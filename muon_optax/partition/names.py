@@ -28,6 +28,7 @@ __all__ = [
     "INPUT",
     "LORA",
     "NORM",
+    "OF_BLOCK",
     "OUTPUT",
     "PIXELS",
     "POSITION",
@@ -181,6 +182,7 @@ HIDDEN = _means(
 )
 ATTENTION = _means("attn attention qkv kv wq wk wv wo", stems=("attn",), parts=("attention",))
 QUERY_KEY = _means("q k query key")
+OF_BLOCK = _means("out output value")  # matrices of a block that is written without a library
 GATE = _means("gate gates router routers")  # multiplies what other layers give
 CELL = _means("", parts=("lstm", "gru", "rnn", "cell"))
 
