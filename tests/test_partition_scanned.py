@@ -196,3 +196,11 @@ def test_the_last_of_counted_hidden_layers_is_a_head():
     found = exact_roles(shapes | {"hidden_2/kernel": (32, 16)} | biases)
     assert found["hidden_2/kernel"] in ("head", "output")
     assert {found[path] for path in shapes} == {"matrix"}
+
+
+def test_blocks_of_bare_arrays_are_not_doubtful_beside_layers():
+    """A model that is written without a library, of which one layer comes from one."""
+    block = {"q": (64, 64), "value": (64, 64), "out": (64, 64), "up": (64, 256), "down": (256, 64)}
+    shapes = {f"layer_{i}/{name}": shape for i in range(4) for name, shape in block.items()}
+    found = exact_roles(shapes | {"patch/kernel": (48, 64), "patch/bias": (64,)})
+    assert {found[name] for name in shapes} == {"matrix"}
