@@ -204,3 +204,9 @@ def test_blocks_of_bare_arrays_are_not_doubtful_beside_layers():
     shapes = {f"layer_{i}/{name}": shape for i in range(4) for name, shape in block.items()}
     found = exact_roles(shapes | {"patch/kernel": (48, 64), "patch/bias": (64,)})
     assert {found[name] for name in shapes} == {"matrix"}
+
+
+def test_a_layer_that_gives_what_a_table_gives_is_not_doubtful():
+    """As wide as the embeddings is what goes through the layers, not data that is predicted."""
+    shapes = {"embed/embedding": (32, 64), "up/kernel": (64, 256), "down/kernel": (256, 64)}
+    assert set(exact_roles(shapes).values()) == {"embedding", "matrix"}

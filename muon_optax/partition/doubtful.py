@@ -153,7 +153,8 @@ class _Heads:
         is_slim = size * _SLIM <= width and self._sequences[sequence_of(leaf)][-1] is leaf
         if not self._widths.norms:  # nothing tells the width that goes on
             is_last = goes_nowhere and size not in self._taken_inside
-            return is_slim and (is_last or self._widths.leads_back(size))
+            leads_back = size not in self._widths.columns and self._widths.leads_back(size)
+            return is_slim and (is_last or leads_back)
         return size not in self._norms and (goes_nowhere or is_slim)
 
 

@@ -24,6 +24,7 @@ class Widths:
     Attributes:
       order: which axis of a weight is its output.
       rows: of the tables.
+      columns: of the tables, as wide as what goes through the layers.
       norms: of the norms, as wide as what goes through the layers.
       given: what layers, tables and norms give to other layers.
       given_maps: what convolutions and norms give to other convolutions.
@@ -47,8 +48,8 @@ class Widths:
         of_tokens = [leaf for leaf in tables if not names.POSITION.is_in(leaf.name.layer)]
         self.rows = {leaf.shape[0] for leaf in of_tokens}
         self.norms = {leaf.shape[0] for leaf in vectors}
-        self._columns = {leaf.shape[1] for leaf in tables}
-        self.order = Order(rest, self.norms | self._columns)
+        self.columns = {leaf.shape[1] for leaf in tables}
+        self.order = Order(rest, self.norms | self.columns)
         maps = [leaf for leaf in rest if len(leaf.shape) > 3]
         others = [leaf for leaf in rest if len(leaf.shape) < 4]
         like_tables = {tuple(sorted(leaf.shape)) for leaf in of_tokens}
@@ -61,7 +62,7 @@ class Widths:
         self._channels = {size for leaf in maps for size in self.order.channels(leaf)}
         self.outputs = collections.Counter(self._outputs(rest))
         self.given_maps = {*self._outputs(maps), *self.norms}
-        self.given = {*self.outputs, *self._columns, *self.norms, *self._hidden_sizes(rest)}
+        self.given = {*self.outputs, *self.columns, *self.norms, *self._hidden_sizes(rest)}
         self._rest = rest
 
     @functools.cached_property
@@ -132,13 +133,13 @@ class Widths:
 
     def is_data(self, size: int) -> bool:
         """Whether layers take so many inputs and only one gives them, as the data's features."""
-        is_given = size in self.norms or size in self._columns or self.outputs[size] > 1
+        is_given = size in self.norms or size in self.columns or self.outputs[size] > 1
         is_taken = size in self._inputs or size in self._entries
         return is_taken and not is_given
 
     def is_embedded(self, size: int) -> bool:
         """Whether a table's rows are so wide: what gives as much goes on beside them."""
-        return size in self._columns
+        return size in self.columns
 
     def is_input(self, size: int) -> bool:
         """Whether a layer that is called an input, or embeds patches, takes so many."""
