@@ -157,3 +157,26 @@ def test_the_bytes_of_maxtexts_muon():
     assert said == ["5 to 247", "4.4 to 5"]
     text = " ".join((DOCS / "sharding.md").read_text().split())
     assert "needs 5 to 247 of the largest matrices of workspace" in text
+
+
+def test_the_speeds_on_a_mesh():
+    layouts = benchmarked("mesh_time")["layouts"]
+    text = (DOCS / "results.md").read_text()
+
+    def speed(name: str) -> str:
+        found = [rows[name]["cpu"]["median"] for rows in layouts.values()]
+        return f"{min(found):.3g} to {max(found):.3g}"
+
+    def received(name: str) -> str:
+        found = [rows[name]["bytes"] / 1e6 for on, rows in layouts.items() if on != "DDP"]
+        return f"{min(found):.3g} to {max(found):.3g}"
+
+    ours, stacked = "muon_optax jordan", "muon_optax jordan, stacked"
+    theirs = "maxtext", "maxtext, stacked"
+    assert f"(its 'dion' {speed('optax dion')}) | {speed(ours)}; `fast` " in text
+    assert f"; `fast` {speed('muon_optax fast')} |" in text
+    assert "| {}; {} and {} |".format(speed(stacked), *map(speed, theirs)) in text
+    sent = map(received, (ours, stacked, *theirs))
+    assert "| {} and {}; {} and {} |".format(*sent) in text
+    assert [layouts["DDP"][name]["bytes"] for name in theirs] == [0, 0]
+    assert f"| {layouts['DDP'][ours]['bytes'] / 1e6:.3g}; 0 |" in text
