@@ -42,6 +42,16 @@ def said(rules: Sequence[Rule], params: Any) -> dict[str, Any]:
     return {p: list(views[p].matrices) if p in views else why for p, why in reasons.items()}
 
 
+def matrices_of_scanned_blocks(depth: int) -> dict[str, list[tuple[int, int, int]]]:
+    """As `said` gives them, of a stack of blocks: attention 8 wide, and an MLP of 24."""
+    attention = [f"layers/attention/{n}/kernel" for n in ("query", "key", "value", "out")]
+    return {
+        **{path: [(depth, 8, 8)] for path in attention},
+        "layers/up/kernel": [(depth, 8, 24)],
+        "layers/down/kernel": [(depth, 24, 8)],
+    }
+
+
 def axes_of(rules: Sequence[Rule], params: Any) -> dict[str, tuple[Any, Any, Any]]:
     """The batch, reduction and output axes of Muon's leaves."""
     return {

@@ -114,6 +114,13 @@ def worst_error(leaf: Leaf, got: Any, want: Sequence[np.ndarray]) -> float:
     return float(np.max([reference.relative_error(g, w) for g, w in pairs]))
 
 
+def assert_right(leaves: Leaves, grads: Mapping[str, Any], updates: Mapping[str, Any]) -> None:
+    """Asserts that first updates are those of whole matrices in float64."""
+    want = answers(leaves, grads)
+    for name, leaf in leaves.items():
+        assert worst_error(leaf, updates[name], want[name]) <= 1e-5, name
+
+
 def assert_sharded(x: Any, sharding: NamedSharding) -> None:
     assert x.sharding.is_equivalent_to(sharding, x.ndim), f"{x.sharding} is not {sharding}"
 
@@ -164,3 +171,13 @@ def mapped_updates(leaves, tx, mesh, check_vma=True):
         out_specs=specs,
         check_vma=check_vma,
     )
+
+
+def check_mapped(
+    leaves: Leaves, tx: Any, mesh: Mesh, check_vma: bool, collective: str, times: int
+) -> None:
+    """First updates in a shard_map are right, and made with so many calls of a collective."""
+    mapped, grads = mapped_updates(leaves, tx, mesh, check_vma), gradients(leaves)
+    placed = jax.device_put(grads, shardings(leaves, mesh))
+    assert str(jax.make_jaxpr(mapped)(placed)).count(f" {collective}[") == times
+    assert_right(leaves, grads, jax.jit(mapped)(placed))

@@ -265,13 +265,7 @@ def test_inside_a_shard_map(check_vma):
     views = sharded.views(HSDP)
     options: Any = {"device": SLOW, "ns_method": "standard"}
     tx = scale_by_muon(FAST, weight_dimension_numbers=views, param_shardings=specs, **options)
-    mapped = sharded.mapped_updates(HSDP, tx, mesh, check_vma)
-    grads = sharded.gradients(HSDP)
-    placed = jax.device_put(grads, sharded.shardings(HSDP, mesh))
-    assert str(jax.make_jaxpr(mapped)(placed)).count(" ppermute[") == 3
-    updates, want = jax.jit(mapped)(placed), sharded.answers(HSDP, grads)
-    for name, leaf in HSDP.items():
-        assert sharded.worst_error(leaf, updates[name], want[name]) <= 1e-5
+    sharded.check_mapped(HSDP, tx, mesh, check_vma, "ppermute", 3)
 
 
 def test_results_that_go_whole_to_every_device():

@@ -212,14 +212,8 @@ def test_a_scanned_transformer(axis, depth):
     params = params_of(model, IDS)
     rules = model_rules(model, IDS, train=True)
     found = said(rules, params)
-    assert {path: m for path, m in found.items() if isinstance(m, list)} == {
-        **{
-            f"layers/attention/{n}/kernel": [(depth, 8, 8)]
-            for n in ("query", "key", "value", "out")
-        },
-        "layers/up/kernel": [(depth, 8, 24)],
-        "layers/down/kernel": [(depth, 24, 8)],
-    }
+    matrices = {path: m for path, m in found.items() if isinstance(m, list)}
+    assert matrices == model_reading.matrices_of_scanned_blocks(depth)
     assert found["logitdense/kernel"] == "head: Dense"
     assert found["places"] == "used elementwise in Transformer"
     axes = axes_of(rules, params)

@@ -79,14 +79,8 @@ def test_a_scanned_transformer(axis, depth):
     for inputs in ((), (IDS,)):
         rules = model_rules(model, *inputs)
         found = said(rules, params)
-        assert {path: m for path, m in found.items() if isinstance(m, list)} == {
-            **{
-                f"layers/attention/{n}/kernel": [(depth, 8, 8)]
-                for n in ("query", "key", "value", "out")
-            },
-            "layers/up/kernel": [(depth, 8, 24)],
-            "layers/down/kernel": [(depth, 24, 8)],
-        }
+        matrices = {path: m for path, m in found.items() if isinstance(m, list)}
+        assert matrices == model_reading.matrices_of_scanned_blocks(depth)
         assert found["result/kernel"] == "head: Linear"
         layers = {path: batch for path, (batch, _, _) in axes_of(rules, params).items()}
         assert layers["layers/up/kernel"] == ((axis + 3) % 3,)

@@ -39,12 +39,6 @@ def first_updates(leaves, tx, mesh, check_vma):
     return grads, jax.jit(mapped)(placed)
 
 
-def assert_right(leaves, grads, updates):
-    want = sharded.answers(leaves, grads)
-    for name, leaf in leaves.items():
-        assert sharded.worst_error(leaf, updates[name], want[name]) <= 1e-5, name
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 def test_every_layout(kind, check_vma):
@@ -59,7 +53,7 @@ def test_every_layout(kind, check_vma):
         device=sharded.SLOW,
     )
     mesh = make_mesh({"r": 2, "f": 4}, kind)
-    assert_right(leaves, *first_updates(leaves, tx, mesh, check_vma))
+    sharded.assert_right(leaves, *first_updates(leaves, tx, mesh, check_vma))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -75,7 +69,7 @@ def test_slices_of_the_long_side(check_vma):
         strategy="gram",
     )
     mesh = make_mesh({"r": 2, "f": 4})
-    assert_right(leaves, *first_updates(leaves, tx, mesh, check_vma))
+    sharded.assert_right(leaves, *first_updates(leaves, tx, mesh, check_vma))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -105,7 +99,7 @@ def test_a_side_that_lies_over_axes_of_both_shard_maps(strategy, adaptive, check
 def test_orthogonalize_alone():
     leaves = {"w": Leaf((16, 32), P("f"))}
     tx = orthogonalize(FAST, param_shardings=specs_of(leaves))
-    assert_right(leaves, *first_updates(leaves, tx, make_mesh({"f": 8}), True))
+    sharded.assert_right(leaves, *first_updates(leaves, tx, make_mesh({"f": 8}), True))
 
 
 BLOCKS = {

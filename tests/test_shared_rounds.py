@@ -121,13 +121,7 @@ def test_inside_a_shard_map(check_vma):
         param_shardings=specs,
         device=IN_NO_ORDER,
     )
-    mapped = sharded.mapped_updates(HSDP, tx, mesh, check_vma)
-    grads = sharded.gradients(HSDP)
-    placed = jax.device_put(grads, sharded.shardings(HSDP, mesh))
-    assert str(jax.make_jaxpr(mapped)(placed)).count(" all_to_all[") == 2
-    updates, want = jax.jit(mapped)(placed), sharded.answers(HSDP, grads)
-    for name, leaf in HSDP.items():
-        assert sharded.worst_error(leaf, updates[name], want[name]) <= 1e-5
+    sharded.check_mapped(HSDP, tx, mesh, check_vma, "all_to_all", 2)
 
 
 @pytest.mark.parametrize("dtypes", [("float32", None), ("float32", "bfloat16"), ("bfloat16", None)])

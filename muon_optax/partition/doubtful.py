@@ -19,8 +19,8 @@ __all__ = ["Doubtful"]
 
 _FEWEST_LAYERS = 3  # sizes of fewer tell nothing, as in an example
 _FEWEST_BARE = 4  # nor do names of fewer
-_MATRICES = (names.PROJECTION, names.HIDDEN, names.ATTENTION, names.OF_BLOCK)
 _FEWEST_OTHERS = 3  # so many times as many layers, for each that is doubtful by its name
+_MATRICES = (names.PROJECTION, names.HIDDEN, names.ATTENTION, names.OF_BLOCK)
 _OTHERS = 4  # so many matrices for each of a shape whose sizes no other has
 _SLIM = 4  # so many times more inputs than outputs
 _TIME = {"time", "timestep", "timesteps"}
