@@ -13,12 +13,13 @@ _RANGES = 3  # that a table shows
 
 
 def owners_of(work_slice: WorkSlice, leaf: BoundLeaf) -> tuple[int, ...]:
-    """The owner of each matrix of a rest, or the first device of the group that owns it.
+    """The owners of each matrix of a rest, or the first device of the group that owns it.
 
     Of full rounds nothing, as every device owns as many.
     """
     axes, first, group = work_slice.replica_axes, work_slice.first_owner, work_slice.strategy.group
-    matrices = ShardedMatrices(leaf, work_slice.count, axes, first, group=group)
+    repeats = work_slice.repeats
+    matrices = ShardedMatrices(leaf, work_slice.count, axes, first, repeats=repeats, group=group)
     is_rest = work_slice.count < matrices.shards * matrices.replicas // group
     return matrices.owners if work_slice.strategy.has_owners and is_rest else ()
 

@@ -59,9 +59,12 @@ class PlanRow:
       period: see `steps`.
       round: a number that it has in common with rows whose matrices are sent at once, in one round
         of owners; the first of them counts the bytes that all share. None where that isn't so.
-      owners: where there are fewer matrices than owners, that of each, numbered along `share_axes`
-        and then along the mesh axes in `spec`, in the mesh's order; of a group, the first device.
+      owners: where there are fewer matrices than owners, those of each, numbered along
+        `share_axes` and then along the mesh axes in `spec`, in the mesh's order; of a group, the
+        first device.
       group: how many devices own a matrix together, each of them a part of its long side.
+      repeats: how many replicas work on the same matrix, where there are fewer matrices than
+        replicas; each sends a part of the result to all.
     """
 
     leaves: tuple[str, ...]
@@ -82,6 +85,7 @@ class PlanRow:
     round: int | None = None
     owners: tuple[int, ...] = ()
     group: int = 1
+    repeats: int = 1
 
     @property
     def share(self) -> Fraction:
@@ -295,6 +299,8 @@ def _planned_rows(
                 said["slices that aren't chosen are sent as zeros"] = None
             owners = owners_of(work_slice, bucket.leaf)
             reasons = [work_slice.reason, *said]
+            if work_slice.repeats > 1:
+                reasons.insert(1, f"each on {work_slice.repeats} replicas")
             if work_slice.round is not None:
                 reasons.insert(1, owners_text(owners, work_slice.strategy.group))
             rows.append((_row(work_slice, members, owners, "; ".join(reasons)), bucket.leaf))
@@ -322,6 +328,7 @@ def _row(
         round=work_slice.round,
         owners=owners,
         group=work_slice.strategy.group,
+        repeats=work_slice.repeats,
     )
 
 

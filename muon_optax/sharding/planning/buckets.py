@@ -29,6 +29,7 @@ class WorkSlice:
       added: FLOPs that it adds to the busiest device, the buckets before it counted in.
       skips: whether devices without a matrix go on to the next slice of the work; if not, they work
         on zeros. Skipping takes a branch, under which XLA runs no collective, so it must gain time.
+      repeats: how many replicas work on each matrix; see `ShardedMatrices`.
       round: the number of a round of owners that it shares with slices of other buckets; None where
         it has rounds of its own.
     """
@@ -43,6 +44,7 @@ class WorkSlice:
     reason: str
     added: int = 0
     skips: bool = False
+    repeats: int = 1
     round: int | None = None
 
     @property

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.planning.buckets import WorkSlice
@@ -15,14 +15,31 @@ from muon_optax.sharding.planning.workload import Workload
 from muon_optax.sharding.runtime.orthogonalizer import group_size
 from muon_optax.sharding.strategies import STRATEGIES, Strategy
 
-__all__ = ["Chooser", "Sharing"]
+__all__ = ["Allowed", "Chooser", "Sharing"]
 
 # Which remainders share rounds: none, those for which that is fastest, or all that can, over all
 # replicas and in as few rounds as possible.
 Sharing = Literal["none", "fastest", "all"]
 
+# The part of their time that sending matrices in two parts must take off, as more is compiled.
+_LEAST_GAIN_IN_TWO = 0.05
+
 # How many latencies sending a chunk takes at least, where matmuls hide it.
 _LATENCIES = 5
+
+
+class Allowed(NamedTuple):
+    """What a plan may have; the planner makes several plans and takes one.
+
+    Attributes:
+      sharing: which remainders share rounds.
+      repeats: whether several replicas may work on the same matrix.
+      groups: the strategy with groups of devices for owners that is weighed too, if any.
+    """
+
+    sharing: Sharing = "none"
+    repeats: bool = False
+    groups: Strategy | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +55,7 @@ class Chooser:
       budget: bytes of workspace for one chunk.
       are_single: whether each leaf has one matrix.
       rounds: those that other buckets have begun.
-      sharing: which remainders share rounds.
-      groups: the strategy with groups of devices for owners that is weighed too, if any.
+      allowed: what the plan may have.
     """
 
     leaf: BoundLeaf
@@ -50,41 +66,34 @@ class Chooser:
     budget: int
     are_single: bool
     rounds: OpenRounds
-    sharing: Sharing
-    groups: Strategy | None
+    allowed: Allowed
 
     def slices(self, count: int) -> list[WorkSlice]:
         """The cheapest way: all matrices under one strategy, or full rounds and a rest."""
         options = [
             option
-            for workload in self._divided_or_not(count)
+            for workload in self._divided_or_not()
             for strategy in self._strategies(count, workload)
             for option in self._options(strategy, count, workload)
+            if all(map(self._rows_fit, option))
         ]
-        if self.sharing == "all" and self.groups is None:
+        if self.allowed.sharing == "all" and self.allowed.groups is None:
             options = [o for o in options if self._can_share(o[-1])] or options
         best = min(options, key=lambda slices: sum(map(self._price, slices)))
         return [self._taken(work_slice) for work_slice in best]
 
-    def _divided_or_not(self, count: int) -> list[Workload]:
-        """The work divided over replicas, if there are any, and repeated on each.
-
-        The all-gather of results has a row for each replica, of zeros where it has no matrix. They
-        must not take more than the workspace.
-        """
+    def _divided_or_not(self) -> list[Workload]:
+        """The work divided over replicas, if there are any, and repeated on each."""
         repeated = dataclasses.replace(self.workload, replica_axes=())
-        empty_rows = -count % self.workload.replicas * self.workload.result_bytes
-        if not self.workload.replica_axes or empty_rows > self.budget:
-            return [repeated]
-        return [self.workload, repeated]
+        return [self.workload, repeated] if self.workload.replica_axes else [repeated]
 
     def _strategies(self, count: int, workload: Workload) -> list[Strategy]:
         """The one that is asked for, or those that 'auto' weighs."""
         is_divided = workload.replica_axes == self.workload.replica_axes
-        groups = [self.groups] if self.groups and is_divided and count < workload.owners else []
+        groups = self.allowed.groups if is_divided and count < workload.owners else None
         possible = [
             s
-            for s in (*groups, *STRATEGIES.values())
+            for s in (*([groups] if groups else []), *STRATEGIES.values())
             if s.why_impossible(self.leaf, self.workload.newton_schulz) is None
             and (s.communicates or not workload.replica_axes)
         ]
@@ -95,7 +104,7 @@ class Chooser:
     def _options(self, strategy: Strategy, count: int, workload: Workload) -> list[list[WorkSlice]]:
         """Ways to handle all matrices: of a strategy with owners, full rounds and any rest."""
         if not strategy.has_owners:
-            return [[self._slice(strategy, 0, count, workload)]]
+            return list(self._divisions(strategy, 0, count, workload))
         each = strategy.round_size(workload)
         rounds = count // each * each
         full = [self._slice(strategy, 0, rounds, workload)] if rounds else []
@@ -113,17 +122,65 @@ class Chooser:
         self, strategy: Strategy, start: int, count: int, workload: Workload
     ) -> Iterator[list[WorkSlice]]:
         """Fewer matrices than owners: in a round that has room, or one of their own, or both."""
-        if self.sharing != "none" and strategy.shares_rounds:
+        if self.allowed.sharing != "none" and strategy.shares_rounds:
             for each in self.rounds.for_rest(strategy, self.leaf, workload):
                 room = each.free * workload.replicas
                 if not self._holds(strategy, each, min(count, room), workload):
                     continue
                 if count <= room:
-                    yield [self._joined(strategy, start, count, workload, each)]
-                elif self.sharing == "all":  # takes as long, and leaves more room in the new round
+                    for repeats in self._repeats(strategy, count, workload):
+                        yield [self._joined(strategy, start, count, workload, each, repeats)]
+                elif self.allowed.sharing == "all":
+                    # This takes as long as a new round for all, and leaves more room in it.
                     last = self._slice(strategy, start + room, count - room, workload)
                     yield [self._joined(strategy, start, room, workload, each), last]
-        yield [self._slice(strategy, start, count, workload)]
+        yield from self._divisions(strategy, start, count, workload)
+
+    def _divisions(
+        self, strategy: Strategy, start: int, count: int, workload: Workload
+    ) -> Iterator[list[WorkSlice]]:
+        """Matrices that are sent at once, or in two parts.
+
+        The all-gather of results has equal rows for all replicas, of zeros where one has no matrix.
+        Fewer are empty if several replicas work on the same matrix, and each sends a part of it.
+        """
+        at_once = [
+            self._slice(strategy, start, count, workload, repeats)
+            for repeats in self._repeats(strategy, count, workload)
+        ]
+        yield from ([each] for each in at_once)
+        alike = self._alike(count, workload.replicas)
+        if not self._can_repeat(strategy) or not 0 < alike < count:
+            return
+        in_two = [
+            self._slice(strategy, start + i, n, workload, workload.repeats(n))
+            for i, n in ((0, alike), (alike, count - alike))
+        ]
+        if sum(map(self._price, in_two)) < (1 - _LEAST_GAIN_IN_TWO) * min(
+            map(self._price, at_once)
+        ):
+            yield in_two
+
+    @staticmethod
+    def _alike(count: int, replicas: int) -> int:
+        """How many matrices leave no replica without one: in twos, fours, ... if they are few."""
+        if count >= replicas:
+            return count - count % replicas
+        return replicas >> (replicas // count).bit_length()
+
+    def _repeats(self, strategy: Strategy, count: int, workload: Workload) -> list[int]:
+        """How many replicas may work on each matrix: one, or as many as there are."""
+        most = workload.repeats(count) if self._can_repeat(strategy) else 1
+        return [1] if most == 1 else [1, most]
+
+    def _can_repeat(self, strategy: Strategy) -> bool:
+        return self.allowed.repeats and strategy.group == 1
+
+    def _rows_fit(self, work_slice: WorkSlice) -> bool:
+        """Whether the workspace has room for the rows of replicas that have nothing to send."""
+        workload, repeats = self._workload_of(work_slice), work_slice.repeats
+        rows = -(work_slice.count * repeats) % workload.replicas
+        return rows * workload.result_bytes // repeats <= self.budget
 
     def _holds(self, strategy: Strategy, into: OpenRound, count: int, workload: Workload) -> bool:
         """Whether the workspace has room for a round's results with those of more matrices.
@@ -140,14 +197,20 @@ class Chooser:
         return into.results + count * workload.result_bytes <= self.budget
 
     def _joined(
-        self, strategy: Strategy, start: int, count: int, workload: Workload, into: OpenRound
+        self,
+        strategy: Strategy,
+        start: int,
+        count: int,
+        workload: Workload,
+        into: OpenRound,
+        repeats: int = 1,
     ) -> WorkSlice:
         """Matrices for the owners in a round that have none."""
         reason = f"{count} in the round of {into.first_leaf}"
         return dataclasses.replace(
-            self._slice(strategy, start, count, workload),
+            self._slice(strategy, start, count, workload, repeats),
             first_owner=into.next_owner,
-            cost=estimate(strategy, count, workload, self.device, into.padded),
+            cost=estimate(strategy, count, workload, self.device, into.padded, repeats),
             reason=reason if self.leaf.strategy == "auto" else f"asked for; {reason}",
             round=into.number,
         )
@@ -157,18 +220,21 @@ class Chooser:
         is_divided = work_slice.replica_axes == self.workload.replica_axes
         return work_slice.skips and work_slice.strategy.shares_rounds and is_divided
 
-    def _slice(self, strategy: Strategy, start: int, count: int, workload: Workload) -> WorkSlice:
+    def _slice(
+        self, strategy: Strategy, start: int, count: int, workload: Workload, repeats: int = 1
+    ) -> WorkSlice:
         skips = strategy.has_owners and strategy.group == 1 and count < workload.owners
         return WorkSlice(
             start,
             count,
             strategy,
             replica_axes=workload.replica_axes,
-            first_owner=self.loads.best_first_owner(count, workload) if skips else 0,
+            first_owner=self.loads.best_first_owner(count, workload, repeats) if skips else 0,
             chunk=self._chunk(strategy, count, workload),
-            cost=estimate(strategy, count, workload, self.device),
+            cost=estimate(strategy, count, workload, self.device, repeats=repeats),
             reason=self._reason(strategy, count, workload),
             skips=skips,
+            repeats=repeats,
         )
 
     def _chunk(self, strategy: Strategy, count: int, workload: Workload) -> int:
@@ -219,7 +285,10 @@ class Chooser:
         if not work_slice.skips:
             return work_slice.cost.seconds
         peak = self.loads.peak_with(
-            work_slice.first_owner, work_slice.count, self._workload_of(work_slice)
+            work_slice.first_owner,
+            work_slice.count,
+            self._workload_of(work_slice),
+            work_slice.repeats,
         )
         return self._seconds(work_slice, max(0, peak - max(self.floor, self.loads.peak)))
 
@@ -229,9 +298,11 @@ class Chooser:
         strategy = work_slice.strategy
         if work_slice.skips:
             if work_slice.round is None:  # a part of the rest may have been placed since
-                first = self.loads.best_first_owner(work_slice.count, workload)
+                first = self.loads.best_first_owner(work_slice.count, workload, work_slice.repeats)
                 work_slice = dataclasses.replace(work_slice, first_owner=first)
-            self.loads.add_to_rest(work_slice.first_owner, work_slice.count, workload)
+            self.loads.add_to_rest(
+                work_slice.first_owner, work_slice.count, workload, work_slice.repeats
+            )
         else:
             self.loads.add_to_all(work_slice.cost.flops)
         if strategy.shares_rounds and work_slice.count < strategy.round_size(workload):

@@ -3,7 +3,8 @@
 Bytes are those that a device receives; FLOPs are those of the device that does most. Each strategy
 counts its own, beside the collectives that send them. The part that is the same for all is added
 here: of L matrices each of R replicas takes L/R, rounded up, and all-gathers the others' results,
-L/R (R - 1) times the bytes of a result.
+L/R (R - 1) times the bytes of a result. Of fewer matrices than replicas, several may take the same
+one, and each sends a part of its result.
 """
 
 import dataclasses
@@ -37,6 +38,7 @@ def estimate(
     workload: Workload,
     device: DeviceModel,
     padded_before: Workload | None = None,
+    repeats: int = 1,
 ) -> Cost:
     """Cost of `count` matrices under a strategy.
 
@@ -48,6 +50,7 @@ def estimate(
       padded_before: where they join a round, the sizes to which its matrices are padded without
         them. Then only the growth of the bytes that a device receives in the round is counted, and
         no latency. Of FLOPs too only the growth is, where groups work on padded matrices.
+      repeats: how many replicas work on each matrix, and send a part of its result.
 
     Returns:
       The cost.
@@ -57,7 +60,7 @@ def estimate(
     received = strategy.received_bytes(per_replica, workload)
     summed = strategy.summed_bytes(per_replica, workload)
     flops = strategy.flops(per_replica, workload)
-    from_replicas = per_replica * workload.result_bytes * (r - 1)
+    from_replicas = per_replica * workload.result_bytes // repeats * (r - 1)
     collectives = strategy.collectives(workload) * (n > 1) + (r > 1)
     if padded_before is not None:
         padded, collectives = strategy.padded_workload(padded_before, workload), 0

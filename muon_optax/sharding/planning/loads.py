@@ -33,22 +33,24 @@ class Loads:
         """Adds the same to every device."""
         self._flops += flops
 
-    def add_to_rest(self, first_owner: int, count: int, workload: Workload) -> None:
+    def add_to_rest(
+        self, first_owner: int, count: int, workload: Workload, repeats: int = 1
+    ) -> None:
         """Adds one matrix for each owner of a rest, on every device that is that owner."""
         order, others = _owner_order(workload)
         extra = np.zeros(workload.owners)
-        extra[rest_owners(first_owner, count, workload)] = workload.flops
+        extra[rest_owners(first_owner, count, workload, repeats)] = workload.flops
         sizes = [self._flops.shape[i] for i in order]
         self._flops.transpose(others + order)[...] += extra.reshape(sizes)
 
-    def best_first_owner(self, count: int, workload: Workload) -> int:
+    def best_first_owner(self, count: int, workload: Workload, repeats: int = 1) -> int:
         """The first owner of a rest that keeps the highest load low."""
-        owners = rest_owners(np.arange(workload.owners)[:, None], count, workload)
+        owners = rest_owners(np.arange(workload.owners)[:, None], count, workload, repeats)
         return int(np.argmin(self._of_owners(workload)[owners].max(axis=1)))
 
-    def peak_with(self, first_owner: int, count: int, workload: Workload) -> int:
+    def peak_with(self, first_owner: int, count: int, workload: Workload, repeats: int = 1) -> int:
         """The highest load of the owners of a rest, with the rest."""
-        owners = rest_owners(first_owner, count, workload)
+        owners = rest_owners(first_owner, count, workload, repeats)
         return int(self._of_owners(workload)[owners].max()) + workload.flops
 
     def _of_owners(self, workload: Workload) -> np.ndarray:
@@ -67,18 +69,29 @@ class Owners(Protocol):
     def replicas(self) -> int: ...
 
 
-def rest_owners(first_owner: npt.ArrayLike, count: int, among: Owners) -> np.ndarray:
+def rest_owners(
+    first_owner: npt.ArrayLike, count: int, among: Owners, repeats: int = 1
+) -> np.ndarray:
     """Owners of fewer matrices than owners: an even part for each replica, from `first_owner` on.
 
     So replicas send each other no padding. Owners are numbered replica by replica.
 
+    Args:
+      first_owner: the first of them.
+      count: the number of matrices.
+      among: the devices.
+      repeats: how many replicas work on each matrix; above 1, there are as few matrices.
+
+    Returns:
+      The owners of each matrix, one after the other.
+
     Example:
       >>> workload = Workload(8, 8, 4, 0, ("f",), ("r",), (("r", 2), ("f", 4)))
-      >>> rest_owners(3, 5, workload)
-      array([3, 0, 1, 7, 4])
+      >>> rest_owners(3, 5, workload), rest_owners(3, 1, workload, repeats=2)
+      (array([3, 0, 1, 7, 4]), array([3, 7]))
     """
     each = -(-count // among.replicas)
-    turn, place = np.divmod(np.arange(count), each)
+    turn, place = np.divmod(np.arange(count * repeats), each)
     replica, shard = np.divmod(first_owner, among.shards)
     return (replica + turn) % among.replicas * among.shards + (shard + place) % among.shards
 

@@ -21,12 +21,12 @@ from muon_optax._internal.tree_paths import raise_all
 from muon_optax.orthogonalization import NewtonSchulz, resolve_schedule
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.planning.buckets import Bucket, group_leaves
-from muon_optax.sharding.planning.chooser import Chooser, Sharing
+from muon_optax.sharding.planning.chooser import Allowed, Chooser, Sharing
 from muon_optax.sharding.planning.device_models import DeviceModel
 from muon_optax.sharding.planning.loads import Loads
 from muon_optax.sharding.planning.shared_rounds import OpenRounds, numbered
 from muon_optax.sharding.planning.workload import Workload
-from muon_optax.sharding.strategies import GROUPS, STRATEGIES, Strategy
+from muon_optax.sharding.strategies import GROUPS, STRATEGIES
 
 __all__ = ["plan_leaves"]
 
@@ -108,6 +108,11 @@ class _BucketWork:
         """Whether a round of owners would be incomplete."""
         return self.count % self.workload.owners > 0
 
+    @property
+    def leaves_replicas_idle(self) -> bool:
+        """Whether some replicas would have fewer matrices than others."""
+        return self.count % self.workload.replicas > 0
+
 
 @dataclasses.dataclass(frozen=True)
 class _Planner:
@@ -149,7 +154,7 @@ class _Planner:
         work of every group, so that nothing is free for the devices without a matrix.
         """
         for groups in GROUPS:
-            in_groups = self._plan(self._zero_floors, "all", groups)
+            in_groups = self._plan(self._zero_floors, Allowed("all", groups=groups))
             gain = _seconds_of(best) - _seconds_of(in_groups)
             more = max(1.0, _received_by(in_groups) / max(1, _received_by(best)))
             if gain > max(_LEAST_GAIN_OF_GROUPS * more * _seconds_of(best), self.device.latency):
@@ -157,12 +162,18 @@ class _Planner:
         return best
 
     def _fastest(self, sharing: Sharing) -> list[Bucket]:
-        """The faster of two plans.
+        """The fastest of some plans.
 
         Bucket after bucket, a choice can't know whether later ones fill the devices it leaves idle.
-        So one plan is made as if they did, one as if not.
+        So one plan is made as if they did, one as if not, and where replicas would be idle, one of
+        each that has them repeat what others do.
         """
-        plans = [self._plan(floors, sharing) for floors in (self._zero_floors, self.floors)]
+        repeats = (False, True) if any(x.leaves_replicas_idle for x in self.work) else (False,)
+        plans = [
+            self._plan(floors, Allowed(sharing, repeats=repeat))
+            for repeat in repeats
+            for floors in (self._zero_floors, self.floors)
+        ]
         return min(plans, key=_seconds_of)
 
     @property
@@ -170,13 +181,11 @@ class _Planner:
         """Those under which no device's matmuls are free."""
         return dict.fromkeys(self.floors, 0.0)
 
-    def _plan(
-        self, floors: Mapping[tuple, float], sharing: Sharing, groups: Strategy | None = None
-    ) -> list[Bucket]:
+    def _plan(self, floors: Mapping[tuple, float], allowed: Allowed) -> list[Bucket]:
         """One plan, bucket after bucket; the arguments are as in `Chooser`."""
         loads, rounds = {sizes: Loads(sizes) for sizes in floors}, OpenRounds()
         buckets, work = [], self.work
-        if sharing == "all":  # a shared round is as large as its first matrix
+        if allowed.sharing == "all":  # a shared round is as large as its first matrix
             work = sorted(work, key=lambda each: -each.workload.matrix_bytes)
         for each in work:
             chooser = Chooser(
@@ -188,8 +197,7 @@ class _Planner:
                 budget=self.budget,
                 are_single=all(leaf.count == 1 for leaf in each.leaves),
                 rounds=rounds,
-                sharing=sharing,
-                groups=groups,
+                allowed=allowed,
             )
             buckets.append(Bucket(each.members, each.leaves[0], tuple(chooser.slices(each.count))))
         return numbered(buckets)

@@ -73,6 +73,18 @@ class Workload:
         """N, the devices that a matrix is sharded over."""
         return self.count(self.shard_axes)
 
+    def repeats(self, count: int) -> int:
+        """How many replicas can each work on one of so many matrices, and send a part of it.
+
+        Example:
+          >>> workload = Workload(6, 8, 4, 0, ("f",), ("r",), (("r", 16), ("f", 4)))
+          >>> [workload.repeats(count) for count in (1, 3, 8, 9)]
+          [12, 4, 2, 1]
+        """
+        elements = self.result_bytes // self.itemsize
+        most = max(1, self.replicas // count)
+        return next(n for n in range(most, 0, -1) if elements % n == 0)
+
     @property
     def replicas(self) -> int:
         """R, the devices that divide the work on replicated matrices."""

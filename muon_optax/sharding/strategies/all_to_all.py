@@ -59,11 +59,6 @@ class AllToAll(Strategy):
         matrices = "matrix" if count == 1 else "matrices"
         return f"{count} {matrices} for {workload.owners} owners, the least busy ones"
 
-    def pick(self, matrices: ShardedMatrices, x: jax.Array) -> jax.Array:
-        each = matrices.per_replica
-        replica, _ = matrices.first_replica_and_shard
-        return matrices.own(rolled(padded(x, each * matrices.replicas), replica * each))
-
     def receive(self, matrices: ShardedMatrices, x: jax.Array) -> jax.Array:
         shards = matrices.shards
         _, shard = matrices.first_replica_and_shard
@@ -76,11 +71,10 @@ class AllToAll(Strategy):
         solve = functools.partial(orthogonalizer.whole, view=matrices.leaf.view)
         if not matrices.skips:
             return solve(x)
-        replica, shard = matrices.first_replica_and_shard
-        turn = (index_along(matrices.replica_axes) - replica) % matrices.replicas
+        _, shard = matrices.first_replica_and_shard
         place = (index_along(matrices.leaf.shard_axes) - shard) % matrices.shards
-        each = matrices.per_replica
-        has_one = (place < each) & (turn * each + place < matrices.count)
+        each, number = matrices.per_replica, matrices.turn // matrices.repeats
+        has_one = (place < each) & (number * each + place < matrices.count)
         # shard_map types a result by the axes it varies over, and both branches must have one type.
         # A constant that the iteration may return, as for an empty axis, varies over nothing.
         typed = varying_axes(x)
@@ -92,10 +86,8 @@ class AllToAll(Strategy):
         else:
             parts = matrices.disassemble(y)
             x = matrices.swap_joined(parts.reshape(-1, *parts.shape[2:]))
-        each = matrices.per_replica
-        replica, shard = matrices.first_replica_and_shard
-        x = matrices.all(rolled(x, -shard)[:each])
-        return rolled(x, -replica * each)[: matrices.count]
+        _, shard = matrices.first_replica_and_shard
+        return matrices.all(rolled(x, -shard)[: matrices.per_replica])
 
     def shared(self, kinds: tuple[ShardedMatrices, ...]) -> FlatExchange:
         return FlatExchange(kinds)

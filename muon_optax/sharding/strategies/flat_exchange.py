@@ -55,13 +55,11 @@ class FlatExchange:
 
     def send(self, y: jax.Array) -> tuple[jax.Array, ...]:
         """Undoes `receive`: the results (count, *block) of all matrices of each kind."""
-        parts = list(self._replicated(y) if self._first.results_are_replicated else self._back(y))
+        results = self._replicated(y) if self._first.results_are_replicated else self._back(y)
+        own = list(zip(self.kinds, results, strict=True))
         if self._first.replicas > 1:
-            parts = self._of_all_replicas(parts)
-        return tuple(
-            rolled(x, -kind.first_replica_and_shard[0] * kind.per_replica)[: kind.count]
-            for kind, x in zip(self.kinds, parts, strict=True)
-        )
+            return tuple(self._of_all_replicas(own))
+        return tuple(x[: kind.count] for kind, x in own)
 
     @property
     def _first(self) -> ShardedMatrices:
@@ -150,10 +148,14 @@ class FlatExchange:
             yield kind, rows[start:end, ..., : math.prod(kind.part.block)]
             start = end
 
-    def _of_all_replicas(self, parts: Sequence[jax.Array]) -> list[jax.Array]:
-        """All-gathers the parts of all replicas, of all kinds at once."""
-        joined = jnp.concatenate([x.ravel() for x in parts])
-        of_replicas = self._first.all(joined[None])
-        ends = np.cumsum([x.size for x in parts])[:-1]
-        split = zip(jnp.split(of_replicas, ends, axis=1), parts, strict=True)
-        return [x.reshape(-1, *part.shape[1:]) for x, part in split]
+    def _of_all_replicas(
+        self, own: Sequence[tuple[ShardedMatrices, jax.Array]]
+    ) -> Iterator[jax.Array]:
+        """All-gathers the results of all replicas, of all kinds at once."""
+        sent = [kind.sent(y) for kind, y in own]
+        flat = jnp.concatenate([x.ravel() for x in sent])
+        of_replicas = all_gather(flat[None], self._first.replica_axes)
+        ends = np.cumsum([x.size for x in sent])[:-1]
+        split = jnp.split(of_replicas, ends, axis=1)
+        for (kind, y), x, rows in zip(own, sent, split, strict=True):
+            yield kind.joined(rows.reshape(-1, *x.shape[1:]), y.shape[1:])

@@ -34,9 +34,6 @@ class Gather(Strategy):
     def reason(self, leaf: BoundLeaf, count: int, workload: Workload) -> str:
         return "fewer bytes than a round of owners"
 
-    def pick(self, matrices: ShardedMatrices, x: jax.Array) -> jax.Array:
-        return matrices.own(matrices.padded_for_replicas(x))
-
     def receive(self, matrices: ShardedMatrices, x: jax.Array) -> jax.Array:
         if matrices.shards == 1:
             return x
@@ -46,4 +43,4 @@ class Gather(Strategy):
         if matrices.shards > 1 and not matrices.results_are_replicated:
             index = jax.lax.axis_index(matrices.leaf.shard_axes)
             y = jax.lax.dynamic_index_in_dim(matrices.disassemble(y), index, keepdims=False)
-        return matrices.all(y)[: matrices.count]
+        return matrices.all(y)

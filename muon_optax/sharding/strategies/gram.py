@@ -83,9 +83,6 @@ class Gram(Strategy):
     def reason(self, leaf: BoundLeaf, count: int, workload: Workload) -> str:
         return "Gram matrices are smaller than the matrices"
 
-    def pick(self, matrices: ShardedMatrices, x: jax.Array) -> jax.Array:
-        return matrices.own(matrices.padded_for_replicas(x))
-
     def orthogonalize(
         self, matrices: ShardedMatrices, x: jax.Array, orthogonalizer: Orthogonalizer
     ) -> jax.Array:
@@ -107,4 +104,4 @@ class Gram(Strategy):
         return block.merge_stack([y])
 
     def send(self, matrices: ShardedMatrices, y: jax.Array) -> jax.Array:
-        return matrices.all(y)[: matrices.count]
+        return matrices.all(y)

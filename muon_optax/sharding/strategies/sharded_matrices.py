@@ -29,6 +29,8 @@ class ShardedMatrices:
       replica_axes: mesh axes whose replicas divide the matrices.
       first_owner: where there are fewer matrices than owners, the first of those that get one.
       skips: whether devices without a matrix do nothing; if not, they work on zeros.
+      repeats: how many replicas, next to each other, work on the same matrix. Each sends a part of
+        the result to all replicas, where else many of them would send zeros.
       group: how many neighbouring shards own a matrix together. Each gets a part of every slice,
         cut along the long side, and so 1/group of the matrix.
     """
@@ -38,6 +40,7 @@ class ShardedMatrices:
     replica_axes: tuple[str, ...] = ()
     first_owner: int = 0
     skips: bool = False
+    repeats: int = 1
     group: int = 1
 
     @property
@@ -67,9 +70,9 @@ class ShardedMatrices:
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """Where there are fewer matrices than owners, that of each: of a group the first device."""
+        """The owners of each of fewer matrices than owners: of a group the first device."""
         groups = _Owners(self.shards // self.group, self.replicas)
-        first = rest_owners(self.first_owner // self.group, self.count, groups)
+        first = rest_owners(self.first_owner // self.group, self.count, groups, self.repeats)
         return tuple((first * self.group).tolist())
 
     @functools.cached_property
@@ -107,20 +110,38 @@ class ShardedMatrices:
         """Whether results go unsharded to every device, as under ZeRO-1."""
         return self.leaf.result_sharding is not None
 
-    def padded_for_replicas(self, x: jax.Array) -> jax.Array:
-        """Zero matrices added up to a multiple of the number of replicas."""
-        return padded(x, self.per_replica * self.replicas)
+    @property
+    def turn(self) -> jax.Array | int:
+        """This replica's number, counted from that of the first owner."""
+        index, (first, _) = index_along(self.replica_axes), self.first_replica_and_shard
+        return (index - first) % self.replicas if first else index
 
     def own(self, x: jax.Array) -> jax.Array:
-        """This replica's part of matrices whose number the replicas divide."""
+        """This replica's `per_replica` matrices of all, zeros where it has none."""
         if self.replicas == 1:
             return x
-        count = x.shape[0] // self.replicas
-        return jax.lax.dynamic_slice_in_dim(x, index_along(self.replica_axes) * count, count)
+        each = self.per_replica
+        x = padded(x, -(-self.replicas // self.repeats) * each)
+        return jax.lax.dynamic_slice_in_dim(x, self.turn // self.repeats * each, each)
 
-    def all(self, x: jax.Array) -> jax.Array:
-        """Undoes `own`: all-gathers the parts of all replicas."""
-        return all_gather(x, self.replica_axes if self.replicas > 1 else ())
+    def all(self, y: jax.Array) -> jax.Array:
+        """Undoes `own`: all-gathers the results of all replicas."""
+        if self.replicas == 1:
+            return y[: self.count]
+        return self.joined(all_gather(self.sent(y), self.replica_axes), y.shape[1:])
+
+    def sent(self, y: jax.Array) -> jax.Array:
+        """What this replica sends of its results: its part, flat, if others have the same one."""
+        if self.repeats == 1:
+            return y
+        parts = y.reshape(self.repeats, -1)
+        return jax.lax.dynamic_slice_in_dim(parts, self.turn % self.repeats, 1)
+
+    def joined(self, sent: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """What all replicas send, from the first one on -> the results (count, *shape)."""
+        first, _ = self.first_replica_and_shard
+        rows = rolled(sent, -first * self.per_replica)[: self.count * self.repeats]
+        return rows if self.repeats == 1 else rows.reshape(self.count, *shape)
 
     def swap(self, x: jax.Array) -> jax.Array:
         """All-to-all of (shards, ...): by destination -> by source."""
