@@ -162,18 +162,20 @@ class _Planner:
         return best
 
     def _fastest(self, sharing: Sharing) -> list[Bucket]:
-        """The fastest of some plans.
+        """The fastest plan, in which idle replicas repeat what others do where worth it."""
+        best = self._faster(Allowed(sharing))
+        if not any(each.leaves_replicas_idle for each in self.work):
+            return best
+        repeating = self._faster(Allowed(sharing, repeats=True))
+        return repeating if _is_worth(repeating, best, self.device) else best
+
+    def _faster(self, allowed: Allowed) -> list[Bucket]:
+        """The faster of two plans.
 
         Bucket after bucket, a choice can't know whether later ones fill the devices it leaves idle.
-        So one plan is made as if they did, one as if not, and where replicas would be idle, one of
-        each that has them repeat what others do.
+        So one plan is made as if they did, one as if not.
         """
-        repeats = (False, True) if any(x.leaves_replicas_idle for x in self.work) else (False,)
-        plans = [
-            self._plan(floors, Allowed(sharing, repeats=repeat))
-            for repeat in repeats
-            for floors in (self._zero_floors, self.floors)
-        ]
+        plans = [self._plan(floors, allowed) for floors in (self._zero_floors, self.floors)]
         return min(plans, key=_seconds_of)
 
     @property
@@ -213,11 +215,11 @@ def _seconds_of(buckets: Iterable[Bucket]) -> float:
     return sum(work_slice.cost.seconds for bucket in buckets for work_slice in bucket.slices)
 
 
-def _is_worth(shared: Sequence[Bucket], apart: Sequence[Bucket], device: DeviceModel) -> bool:
-    """Whether sharing rounds takes so much time off that it makes up for compiling more."""
-    seconds, slices = _seconds_of(apart), [sum(len(b.slices) for b in x) for x in (apart, shared)]
+def _is_worth(plan: Sequence[Bucket], plainer: Sequence[Bucket], device: DeviceModel) -> bool:
+    """Whether a plan takes so much time off a plainer one that it makes up for compiling more."""
+    seconds, slices = _seconds_of(plainer), [sum(len(b.slices) for b in x) for x in (plainer, plan)]
     least = _LEAST_GAIN * (1 + max(0, slices[1] - slices[0])) * seconds
-    return seconds - _seconds_of(shared) > max(least, device.latency)
+    return seconds - _seconds_of(plan) > max(least, device.latency)
 
 
 def _workload(leaf: BoundLeaf, newton_schulz: NewtonSchulz | None) -> Workload:
