@@ -6,7 +6,8 @@
 
 with L matrices m x n (m <= n) of b bytes an element, N devices to a replica, f = (N - 1) / N and r
 restarts. Where R replicas share the work, L is ceil(L / R), and each receives the results of the
-others. Matrices of different shapes that are sharded over the same axes may be in one round of N
+others: ceil(L / R) mn b / N (R - 1), or L / R mn b / N (R - 1) at best, where several replicas work
+on the same matrix and each sends a part of its result. Matrices of different shapes that are sharded over the same axes may be in one round of N
 owners of an all_to_all, in which each slice is as long as the longest: 2 mn b f of the largest.
 So may those that groups of g devices own, by 2 mn b f / g of the largest, and what a group sends
 within itself: log2(g) (T (9/16 m² 2 + 4) + 4), in T steps with the most rows of the round, for
@@ -72,9 +73,9 @@ class Kind:
         return self.along_input * self.along_output
 
     def received(self, strategy: str, count: int, sharing: int) -> float:
-        """Bytes that a device receives for so many matrices, shared over so many replicas."""
+        """Bytes that a device receives at best for matrices, shared over so many replicas."""
         inside = self.inside(strategy, count, sharing)
-        return inside + self.from_replicas(count, sharing)
+        return inside + self.fewest_from_replicas(count, sharing)
 
     def inside(self, strategy: str, count: int, sharing: int) -> float:
         """The same, from the other shards."""
@@ -95,9 +96,13 @@ class Kind:
         sums = STEPS * (2 * rows**2 * 9 / 16 + 4) + 4
         return slices, math.ceil(owned) * math.log2(group) * sums
 
-    def from_replicas(self, count: int, sharing: int) -> float:
-        """The results of other replicas."""
-        return math.ceil(count / sharing) * self.bytes / self.shards * (sharing - 1)
+    def from_replicas(self, count: int, sharing: int, repeats: int) -> float:
+        """The results of other replicas, of which so many work on the same matrix."""
+        return math.ceil(count / sharing) / repeats * self.bytes / self.shards * (sharing - 1)
+
+    def fewest_from_replicas(self, count: int, sharing: int) -> float:
+        """The same without a zero."""
+        return count / sharing * self.bytes / self.shards * (sharing - 1)
 
     def fewest(self, count: int) -> float:
         """The same under the strategy with the fewest."""
@@ -120,7 +125,7 @@ def chosen_bytes(promised: Plan, model: ModelOnMesh) -> float:
     total = 0.0
     for i, row in enumerate(promised.rows):
         kind, sharing = kinds[row.leaves[0]], math.prod(model.sizes[a] for a in row.share_axes)
-        total += kind.from_replicas(row.count, sharing)
+        total += kind.from_replicas(row.count, sharing, row.repeats)
         inside = (
             kind.in_group(row.count, sharing, row.group)
             if row.group > 1
@@ -167,7 +172,7 @@ def _fewest_in_rounds(groups: list[dict[Kind, int]], sharing: int) -> float:
         for left, before in fewest.items():
             rounds = math.ceil(max(0, mine - left) / shards)
             received = first.inside("all_to_all", rounds * shards, 1)
-            received += before + first.from_replicas(total, sharing)
+            received += before + first.fewest_from_replicas(total, sharing)
             new = left + rounds * shards - mine
             found[new] = min(received, found.get(new, math.inf))
         fewest = found

@@ -75,7 +75,7 @@ def test_the_plan_shows_one_round_and_who_owns_what(name):
     rows = planned(name).rows
     owners = [owner for row in rows for owner in row.owners]
     assert {row.round for row in rows} == {0}
-    assert [len(row.owners) for row in rows] == [row.count for row in rows]
+    assert [len(row.owners) for row in rows] == [row.count * row.repeats for row in rows]
     of_experts = sizes.get("e", 1)
     assert len(set(owners)) == len(owners) <= 8 // of_experts
     assert set(owners) <= set(range(8 // of_experts))
@@ -83,7 +83,10 @@ def test_the_plan_shows_one_round_and_who_owns_what(name):
     largest = 4 * max(np.prod(row.matrix) for row in rows)
     shards = 8 // sizes.get("r", 1) // of_experts
     shared = 2 * largest * (shards - 1) / shards
-    from_replicas = sum(4 * np.prod(row.matrix) / shards * -(-row.count // 2) for row in rows)
+    halves = [-(-row.count // 2) * 2 // row.repeats for row in rows]  # that each replica sends
+    from_replicas = sum(
+        2 * np.prod(row.matrix) / shards * n for row, n in zip(rows, halves, strict=True)
+    )
     total = sum(row.bytes for row in rows)
     assert total == shared + (from_replicas if "r" in sizes else 0)
     assert "in the round of" in rows[-1].reason
