@@ -134,14 +134,14 @@ class ShardedMatrices:
         """What this replica sends of its results: its part, flat, if others have the same one."""
         if self.repeats == 1:
             return y
-        parts = y.reshape(self.repeats, -1)
+        parts = reshaped(y, (self.repeats, y.size // self.repeats))
         return jax.lax.dynamic_slice_in_dim(parts, self.turn % self.repeats, 1)
 
     def joined(self, sent: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """What all replicas send, from the first one on -> the results (count, *shape)."""
         first, _ = self.first_replica_and_shard
         rows = rolled(sent, -first * self.per_replica)[: self.count * self.repeats]
-        return rows if self.repeats == 1 else rows.reshape(self.count, *shape)
+        return rows if self.repeats == 1 else reshaped(rows, (self.count, *shape))
 
     def swap(self, x: jax.Array) -> jax.Array:
         """All-to-all of (shards, ...): by destination -> by source."""
