@@ -11,7 +11,6 @@ from muon_optax.sharding.strategies.base import Strategy
 from muon_optax.sharding.strategies.flat_exchange import FlatExchange
 from muon_optax.sharding.strategies.sharded_matrices import (
     ShardedMatrices,
-    all_gather,
     index_along,
     padded,
     rolled,
@@ -25,8 +24,9 @@ class AllToAll(Strategy):
     """Each of N shards gathers 1/N of the matrices whole, and sends the slices of the results back.
 
     For L matrices of m x n with b bytes an element: ceil(L/N) 2 mn b (N - 1)/N bytes and
-    ceil(L/N) F FLOPs. Results that are replicated, as under ZeRO-1, are all-gathered instead: whole
-    matrices come back from each owner.
+    ceil(L/N) F FLOPs. Results that are sharded over fewer axes, as under ZeRO-1, come back by an
+    all-to-all along these axes and an all-gather along the others: over P devices that shard them,
+    ceil(L/N) mn b/P (N - 1) bytes.
 
     Where there are fewer matrices than owners, those that `loads.rest_owners` names get one each,
     and others may get matrices of another shape in the same round.
@@ -48,7 +48,7 @@ class AllToAll(Strategy):
         return -(-count // workload.shards) * workload.flops
 
     def collectives(self, workload: Workload) -> int:
-        return 2
+        return 1 + workload.result_collectives
 
     def round_size(self, workload: Workload) -> int:
         return workload.owners
@@ -87,11 +87,8 @@ class AllToAll(Strategy):
         return jax.lax.cond(has_one, lambda x: as_varying(solve(x), typed), lambda x: x, x)
 
     def send(self, matrices: ShardedMatrices, y: jax.Array) -> jax.Array:
-        if matrices.results_are_replicated:
-            x = all_gather(y, matrices.leaf.shard_axes)
-        else:
-            parts = matrices.disassemble(y)
-            x = matrices.swap_joined(parts.reshape(-1, *parts.shape[2:]))
+        parts = matrices.results.disassemble(y)
+        x = matrices.swap_results(parts.reshape(-1, *parts.shape[2:]))
         each = matrices.per_replica
         replica, shard = matrices.first_replica_and_shard
         x = matrices.all(rolled(x, -shard)[:each])

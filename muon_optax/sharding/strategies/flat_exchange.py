@@ -12,7 +12,6 @@ import numpy as np
 from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer
 from muon_optax.sharding.strategies.sharded_matrices import (
     ShardedMatrices,
-    all_gather,
     index_along,
     rolled,
 )
@@ -55,7 +54,7 @@ class FlatExchange:
 
     def send(self, y: jax.Array) -> tuple[jax.Array, ...]:
         """Undoes `receive`: the results (count, *block) of all matrices of each kind."""
-        parts = list(self._replicated(y) if self._first.results_are_replicated else self._back(y))
+        parts = list(self._results(y))
         if self._first.replicas > 1:
             parts = self._of_all_replicas(parts)
         return tuple(
@@ -128,22 +127,16 @@ class FlatExchange:
         y = orthogonalizer.whole(kind.assemble(slices), kind.leaf.view)
         return self._padded(kind.disassemble(y).reshape(kind.shards, -1))
 
-    def _back(self, y: jax.Array) -> Iterator[jax.Array]:
-        """This device's slices of each kind."""
-        rows = rolled(self._first.swap_joined(y), -self._first_shard)
-        for kind, own in self._split(rows):
-            yield kind.from_parts(own.reshape(-1, *kind.part.block))
-
-    def _replicated(self, y: jax.Array) -> Iterator[jax.Array]:
-        """The whole matrices of each kind."""
-        whole = all_gather(y[None], self._first.leaf.shard_axes)
-        for kind, own in self._split(rolled(whole, -self._first_shard)):
-            parts = own.reshape(-1, kind.shards, *kind.part.block).swapaxes(0, 1)
+    def _results(self, y: jax.Array) -> Iterator[jax.Array]:
+        """This device's slices of the results of each kind."""
+        rows = self._first.swap_results(self._first.by_result(y))
+        for kind, own in self._split(rolled(rows, -self._first_shard)):
+            parts = own.swapaxes(0, 1).reshape(-1, own.shape[2])
             slices = kind.from_parts(parts.reshape(-1, *kind.part.block))
-            yield kind.assemble(slices.reshape(kind.shards, -1, *kind.block))
+            yield kind.joined(slices.reshape(own.shape[1], -1, *kind.block))
 
     def _split(self, rows: jax.Array) -> Iterator[tuple[ShardedMatrices, jax.Array]]:
-        """The rows of each kind, without padding."""
+        """The rows (matrices, slices, longest) of each kind, without padding."""
         start = 0
         for kind in self.kinds:
             end = start + kind.per_replica * kind.group

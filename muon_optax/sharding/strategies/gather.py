@@ -43,7 +43,8 @@ class Gather(Strategy):
         return matrices.assemble(all_gather(x[None], matrices.leaf.shard_axes))
 
     def send(self, matrices: ShardedMatrices, y: jax.Array) -> jax.Array:
-        if matrices.shards > 1 and not matrices.results_are_replicated:
-            index = jax.lax.axis_index(matrices.leaf.shard_axes)
-            y = jax.lax.dynamic_index_in_dim(matrices.disassemble(y), index, keepdims=False)
+        results = matrices.results
+        if results.shards > 1:
+            index = jax.lax.axis_index(results.leaf.shard_axes)
+            y = jax.lax.dynamic_index_in_dim(results.disassemble(y), index, keepdims=False)
         return matrices.all(y)[: matrices.count]

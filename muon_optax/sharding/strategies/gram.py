@@ -9,7 +9,7 @@ from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.planning.workload import Workload
 from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer
 from muon_optax.sharding.strategies.base import Strategy
-from muon_optax.sharding.strategies.sharded_matrices import ShardedMatrices, padded
+from muon_optax.sharding.strategies.sharded_matrices import ShardedMatrices, all_gather, padded
 from muon_optax.sharding.trace_context import as_varying
 
 __all__ = ["Gram"]
@@ -29,8 +29,6 @@ class Gram(Strategy):
     def why_impossible(self, leaf: BoundLeaf, newton_schulz: NewtonSchulz | None) -> str | None:
         view = leaf.view
         long = view.output_axes if view.fan_out >= view.fan_in else view.reduction_axes
-        if leaf.result_sharding is not None:
-            return "the results are replicated to every device"
         if newton_schulz is None:
             return "a function of the user's needs whole matrices"
         if newton_schulz.schedule.preconditioning == "spectral":
@@ -63,7 +61,8 @@ class Gram(Strategy):
     def received_bytes(self, count: int, workload: Workload) -> int:
         owned = -(-count // workload.shards)
         gram_bytes = workload.rows**2 * max(4, workload.itemsize)
-        return 2 * workload.schedule.passes * owned * gram_bytes * (workload.shards - 1)
+        sums = 2 * workload.schedule.passes * owned * gram_bytes * (workload.shards - 1)
+        return sums + count * (workload.result_bytes - workload.matrix_bytes // workload.shards)
 
     def flops(self, count: int, workload: Workload) -> int:
         """The matmuls with X on slices, and the steps of the owned Gram matrices."""
@@ -74,8 +73,8 @@ class Gram(Strategy):
         return count * with_slices // shards + -(-count // shards) * steps
 
     def collectives(self, workload: Workload) -> int:
-        """In and out for each pass, the largest entries and the scales."""
-        return 2 * workload.schedule.passes + 2
+        """In and out for each pass, the largest entries and the scales; and any results."""
+        return 2 * workload.schedule.passes + 2 + bool(workload.gathered_axes)
 
     def round_size(self, workload: Workload) -> int:
         return workload.owners
@@ -107,4 +106,5 @@ class Gram(Strategy):
         return block.merge_stack([y])
 
     def send(self, matrices: ShardedMatrices, y: jax.Array) -> jax.Array:
-        return matrices.all(y)[: matrices.count]
+        slices = all_gather(y[None], matrices.leaf.gathered_axes)
+        return matrices.all(matrices.joined(slices))[: matrices.count]

@@ -91,7 +91,7 @@ class Groups(AllToAll):
 
     def collectives(self, workload: Workload) -> int:
         each = 1 if workload.sent_gram_itemsize >= 4 else 2  # the triangle, and its scale
-        return 2 + self._exchanges * (_sums(workload) * each + 1)
+        return 1 + workload.result_collectives + self._exchanges * (_sums(workload) * each + 1)
 
     def round_size(self, workload: Workload) -> int:
         return workload.owners // self.group

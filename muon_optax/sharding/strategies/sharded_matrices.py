@@ -102,10 +102,13 @@ class ShardedMatrices:
         x = parts.reshape(-1, self.group, *parts.shape[1:])
         return jnp.moveaxis(x, 1, self._cut_dim).reshape(-1, *self.block)
 
-    @property
-    def results_are_replicated(self) -> bool:
-        """Whether results go unsharded to every device, as under ZeRO-1."""
-        return self.leaf.result_sharding is not None
+    @functools.cached_property
+    def results(self) -> "ShardedMatrices":
+        """The matrices, sharded as their results are."""
+        end = self.leaf.result_sharding
+        if end is None:
+            return self
+        return self._with_leaf(dataclasses.replace(self.leaf, sharding=end, result_sharding=None))
 
     def padded_for_replicas(self, x: jax.Array) -> jax.Array:
         """Zero matrices added up to a multiple of the number of replicas."""
@@ -135,6 +138,27 @@ class ShardedMatrices:
         # it: XLA would give the parts, joined of leaves, layouts that differ, which its verifier
         # refuses.
         return jax.lax.all_to_all(x, self.leaf.shard_axes, 0, 0, tiled=True)
+
+    def swap_results(self, x: jax.Array) -> jax.Array:
+        """Results by destination, along the axes that shard them -> those of all owners, in order.
+
+        An all-to-all along these axes, and an all-gather along the others.
+        """
+        outer, inner = self.leaf.gathered_axes, self.results.leaf.shard_axes
+        x = all_gather(self.results.swap_joined(x), outer)
+        return self._reordered(x, (*outer, *inner), self.leaf.shard_axes)
+
+    def by_result(self, x: jax.Array) -> jax.Array:
+        """(shards, ...) -> (shards of a result, slices of each, ...)."""
+        results = self.results
+        order = (*results.leaf.shard_axes, *self.leaf.gathered_axes)
+        x = self._reordered(x, self.leaf.shard_axes, order)
+        return x.reshape(results.shards, -1, *x.shape[1:])
+
+    def joined(self, slices: jax.Array) -> jax.Array:
+        """The slices of a result, (slices, count, *block) -> (count, *block of the result)."""
+        sharding = self.leaf.sharding.without(self.results.leaf.shard_axes)
+        return self._with_leaf(dataclasses.replace(self.leaf, sharding=sharding)).assemble(slices)
 
     def assemble(self, parts: jax.Array) -> jax.Array:
         """(shards, count, *block) -> whole matrices (count, *sizes)."""
@@ -169,6 +193,17 @@ class ShardedMatrices:
     @property
     def _spec(self) -> list[tuple[str, ...]]:
         return [self.leaf.sharding.spec[a] for a in self.leaf.view.stack_axes]
+
+    def _with_leaf(self, leaf: BoundLeaf) -> "ShardedMatrices":
+        return dataclasses.replace(self, leaf=leaf)
+
+    def _reordered(self, x: jax.Array, old: tuple[str, ...], new: tuple[str, ...]) -> jax.Array:
+        """(devices * n, ...), the devices along the axes `old` -> the same along `new`."""
+        if old == new:
+            return x
+        grid = x.reshape(*(self._devices((a,)) for a in old), -1, *x.shape[1:])
+        rest = range(len(old), grid.ndim)
+        return grid.transpose(*(old.index(a) for a in new), *rest).reshape(x.shape)
 
     def _devices(self, axes: tuple[str, ...]) -> int:
         return self.leaf.sharding.count(axes)
