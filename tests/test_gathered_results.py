@@ -91,6 +91,33 @@ CASES = {
     "groups_inside": Case(
         INSIDE, GROUPED, GROUPS, {"all-to-all": 2, "all-gather": 1, "collective-permute": 3}
     ),
+    "stack_in_rounds": Case(
+        INSIDE,
+        {"w": (Leaf((19, 16, 24), P(None, None, "f"), STACK), P(None, None, ("f", "r")))},
+        OWNERS,
+        {"all-to-all": 4, "all-gather": 2},
+    ),
+    "an_axis_of_one_device": Case(
+        {"r": 2, "f": 4, "t": 1},
+        {f"w{i}": (Leaf((16, 24), P("f", "t")), P(("f", "r"), "t")) for i in range(8)},
+        {},
+        {"all-to-all": 2, "all-gather": 1},
+    ),
+    "whole_and_transposed": Case(
+        {"r": 8},
+        {
+            "up": (Leaf((16, 40), P()), P("r")),
+            "down": (Leaf((40, 16), P()), P(None, "r")),
+        },
+        OWNERS,
+        {"all-to-all": 2, "all-gather": 1},
+    ),
+    "whole_by_gram": Case(
+        {"r": 8},
+        {"up": (Leaf((16, 64), P()), P(None, "r"))},
+        {"strategy": "gram"},
+        {"reduce-scatter": 1, "all-gather": 3, "all-reduce": 1},
+    ),
     "gather": Case(HSDP, MIXED, {"strategy": "gather"}, {"all-gather": 5}),
     "gram": Case(
         INSIDE,
@@ -145,5 +172,23 @@ def test_a_compiled_update_receives_what_is_planned(name):
     planned = plan(params, ns_coeffs=FAST, muon_weight_dimension_numbers=views, **options)
     assert program.counts == case.sent
     assert "reshard" not in {row.strategy for row in planned.rows}
-    scalars = 256 if name == "gram" else 0  # its norms
+    scalars = 256 if "gram" in name else 0  # its norms
     assert program.received == pytest.approx(planned.bytes, abs=scalars)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "spec", "count", "eighths"),
+    [
+        (HSDP, P("f"), 8, 7 + 7 * 2),  # a full round: quarters come at once
+        (HSDP, P("f"), 7, 7 + 7 + 7),
+        (HSDP, P("f"), 1, 7 + 7 + 1),
+        ({"r": 8}, P(), 8, 7 + 7 * 8),
+        ({"r": 8}, P(), 1, 7 + 7 + 7),
+    ],
+)
+def test_no_results_are_gathered_of_owners_without_a_matrix(sizes, spec, count, eighths):
+    leaf = Leaf((16, 24), spec)
+    leaves = {f"w{i}": (leaf, ROWS if "f" in sizes else P("r")) for i in range(count)}
+    _, where, _, options = setting(Case(sizes, leaves, OWNERS, {}), make_mesh(sizes))
+    params = {k: jax.ShapeDtypeStruct(leaf.shape, "float32", sharding=x) for k, x in where.items()}
+    assert plan(params, ns_coeffs=FAST, **options).bytes == eighths * 16 * 24 * 4 // 8

@@ -58,9 +58,9 @@ class Workload:
         return self.matrix_bytes * self.count(self.gathered_axes) // self.shards
 
     @property
-    def result_collectives(self) -> int:
-        """Collectives that bring results from their owners, along both kinds of axes."""
-        return bool(self.gathered_axes) + (self.gathered_axes != self.shard_axes)
+    def slice_bytes(self) -> int:
+        """Bytes of one slice of a matrix."""
+        return self.matrix_bytes // self.shards
 
     @property
     def schedule(self) -> Schedule:

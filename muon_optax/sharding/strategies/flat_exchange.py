@@ -12,6 +12,7 @@ import numpy as np
 from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer
 from muon_optax.sharding.strategies.sharded_matrices import (
     ShardedMatrices,
+    all_gather,
     index_along,
     rolled,
 )
@@ -54,9 +55,13 @@ class FlatExchange:
 
     def send(self, y: jax.Array) -> tuple[jax.Array, ...]:
         """Undoes `receive`: the results (count, *block) of all matrices of each kind."""
-        parts = list(self._results(y))
+        parts = list(self._back(y))
+        if axes := self._first.leaf.gathered_axes:
+            slices = zip(self.kinds, self._of_all(parts, axes), strict=True)
+            parts = [kind.joined(x) for kind, x in slices]
         if self._first.replicas > 1:
-            parts = self._of_all_replicas(parts)
+            of_replicas = self._of_all(parts, self._first.replica_axes)
+            parts = [x.reshape(-1, *x.shape[2:]) for x in of_replicas]
         return tuple(
             rolled(x, -kind.first_replica_and_shard[0] * kind.per_replica)[: kind.count]
             for kind, x in zip(self.kinds, parts, strict=True)
@@ -127,26 +132,23 @@ class FlatExchange:
         y = orthogonalizer.whole(kind.assemble(slices), kind.leaf.view)
         return self._padded(kind.disassemble(y).reshape(kind.shards, -1))
 
-    def _results(self, y: jax.Array) -> Iterator[jax.Array]:
-        """This device's slices of the results of each kind."""
-        rows = self._first.swap_results(self._first.by_result(y))
-        for kind, own in self._split(rolled(rows, -self._first_shard)):
-            parts = own.swapaxes(0, 1).reshape(-1, own.shape[2])
-            slices = kind.from_parts(parts.reshape(-1, *kind.part.block))
-            yield kind.joined(slices.reshape(own.shape[1], -1, *kind.block))
+    def _back(self, y: jax.Array) -> Iterator[jax.Array]:
+        """This device's slices of each kind."""
+        rows = rolled(self._first.swap_joined(y), -self._first_shard)
+        for kind, own in self._split(rows):
+            yield kind.from_parts(own.reshape(-1, *kind.part.block))
 
     def _split(self, rows: jax.Array) -> Iterator[tuple[ShardedMatrices, jax.Array]]:
-        """The rows (matrices, slices, longest) of each kind, without padding."""
+        """The rows of each kind, without padding."""
         start = 0
         for kind in self.kinds:
             end = start + kind.per_replica * kind.group
-            yield kind, rows[start:end, ..., : math.prod(kind.part.block)]
+            yield kind, rows[start:end, : math.prod(kind.part.block)]
             start = end
 
-    def _of_all_replicas(self, parts: Sequence[jax.Array]) -> list[jax.Array]:
-        """All-gathers the parts of all replicas, of all kinds at once."""
-        joined = jnp.concatenate([x.ravel() for x in parts])
-        of_replicas = self._first.all(joined[None])
-        ends = np.cumsum([x.size for x in parts])[:-1]
-        split = zip(jnp.split(of_replicas, ends, axis=1), parts, strict=True)
-        return [x.reshape(-1, *part.shape[1:]) for x, part in split]
+    def _of_all(self, parts: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
+        """The parts of all devices along mesh axes, (devices, *part), of all kinds at once."""
+        joined = all_gather(jnp.concatenate([x.ravel() for x in parts])[None], axes)
+        split = jnp.split(joined, np.cumsum([x.size for x in parts])[:-1], axis=1)
+        pairs = zip(split, parts, strict=True)
+        return [x.reshape(-1, *part.shape) for x, part in pairs]

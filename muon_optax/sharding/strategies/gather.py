@@ -20,12 +20,15 @@ class Gather(Strategy):
     name = "gather"
 
     def received_bytes(self, count: int, workload: Workload) -> int:
-        return count * workload.matrix_bytes * (workload.shards - 1) // workload.shards
+        return count * workload.slice_bytes * (workload.shards - 1)
+
+    def gathered_bytes(self, count: int, workload: Workload) -> int:
+        return 0
 
     def flops(self, count: int, workload: Workload) -> int:
         return count * workload.flops
 
-    def collectives(self, workload: Workload) -> int:
+    def collectives(self, count: int, workload: Workload) -> int:
         return 1
 
     def round_size(self, workload: Workload) -> int:

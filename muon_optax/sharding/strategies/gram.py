@@ -9,7 +9,7 @@ from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.planning.workload import Workload
 from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer
 from muon_optax.sharding.strategies.base import Strategy
-from muon_optax.sharding.strategies.sharded_matrices import ShardedMatrices, all_gather, padded
+from muon_optax.sharding.strategies.sharded_matrices import ShardedMatrices, padded
 from muon_optax.sharding.trace_context import as_varying
 
 __all__ = ["Gram"]
@@ -61,8 +61,7 @@ class Gram(Strategy):
     def received_bytes(self, count: int, workload: Workload) -> int:
         owned = -(-count // workload.shards)
         gram_bytes = workload.rows**2 * max(4, workload.itemsize)
-        sums = 2 * workload.schedule.passes * owned * gram_bytes * (workload.shards - 1)
-        return sums + count * (workload.result_bytes - workload.matrix_bytes // workload.shards)
+        return 2 * workload.schedule.passes * owned * gram_bytes * (workload.shards - 1)
 
     def flops(self, count: int, workload: Workload) -> int:
         """The matmuls with X on slices, and the steps of the owned Gram matrices."""
@@ -72,7 +71,7 @@ class Gram(Strategy):
         with_slices, steps = iteration.gram_flops(workload.rows, workload.columns, is_half=is_half)
         return count * with_slices // shards + -(-count // shards) * steps
 
-    def collectives(self, workload: Workload) -> int:
+    def collectives(self, count: int, workload: Workload) -> int:
         """In and out for each pass, the largest entries and the scales; and any results."""
         return 2 * workload.schedule.passes + 2 + bool(workload.gathered_axes)
 
@@ -106,5 +105,4 @@ class Gram(Strategy):
         return block.merge_stack([y])
 
     def send(self, matrices: ShardedMatrices, y: jax.Array) -> jax.Array:
-        slices = all_gather(y[None], matrices.leaf.gathered_axes)
-        return matrices.all(matrices.joined(slices))[: matrices.count]
+        return matrices.all(matrices.gathered(y))[: matrices.count]

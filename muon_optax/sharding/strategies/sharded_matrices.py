@@ -108,7 +108,8 @@ class ShardedMatrices:
         end = self.leaf.result_sharding
         if end is None:
             return self
-        return self._with_leaf(dataclasses.replace(self.leaf, sharding=end, result_sharding=None))
+        leaf = dataclasses.replace(self.leaf, sharding=end, result_sharding=None)
+        return dataclasses.replace(self, leaf=leaf)
 
     def padded_for_replicas(self, x: jax.Array) -> jax.Array:
         """Zero matrices added up to a multiple of the number of replicas."""
@@ -139,26 +140,34 @@ class ShardedMatrices:
         # refuses.
         return jax.lax.all_to_all(x, self.leaf.shard_axes, 0, 0, tiled=True)
 
-    def swap_results(self, x: jax.Array) -> jax.Array:
-        """Results by destination, along the axes that shard them -> those of all owners, in order.
+    def slices_of_owners(self, y: jax.Array) -> jax.Array:
+        """An owner's whole results (count, *sizes) -> slices of those of all owners, in order."""
+        parts = self.disassemble(y)
+        return self.swap_joined(parts.reshape(-1, *parts.shape[2:]))
 
-        An all-to-all along these axes, and an all-gather along the others.
+    def results_of_owners(self, y: jax.Array) -> jax.Array:
+        """The same, as results are to be sharded.
+
+        An all-to-all along the axes that shard results, and an all-gather along the others.
         """
         outer, inner = self.leaf.gathered_axes, self.results.leaf.shard_axes
-        x = all_gather(self.results.swap_joined(x), outer)
-        return self._reordered(x, (*outer, *inner), self.leaf.shard_axes)
+        x = all_gather(self.results.slices_of_owners(y), outer)
+        if not (outer and inner):
+            return x
+        axes = (*outer, *inner)
+        grid = x.reshape(*(self._devices((a,)) for a in axes), -1, *x.shape[1:])
+        order = [axes.index(a) for a in self.leaf.shard_axes]
+        return grid.transpose(*order, *range(len(axes), grid.ndim)).reshape(x.shape)
 
-    def by_result(self, x: jax.Array) -> jax.Array:
-        """(shards, ...) -> (shards of a result, slices of each, ...)."""
-        results = self.results
-        order = (*results.leaf.shard_axes, *self.leaf.gathered_axes)
-        x = self._reordered(x, self.leaf.shard_axes, order)
-        return x.reshape(results.shards, -1, *x.shape[1:])
+    def gathered(self, x: jax.Array) -> jax.Array:
+        """Results (count, *block) as matrices are sharded -> as results are to be."""
+        return self.joined(all_gather(x[None], self.leaf.gathered_axes))
 
     def joined(self, slices: jax.Array) -> jax.Array:
-        """The slices of a result, (slices, count, *block) -> (count, *block of the result)."""
+        """The slices of each result, (slices, count, *block) -> (count, *block of the result)."""
         sharding = self.leaf.sharding.without(self.results.leaf.shard_axes)
-        return self._with_leaf(dataclasses.replace(self.leaf, sharding=sharding)).assemble(slices)
+        leaf = dataclasses.replace(self.leaf, sharding=sharding)
+        return dataclasses.replace(self, leaf=leaf).assemble(slices)
 
     def assemble(self, parts: jax.Array) -> jax.Array:
         """(shards, count, *block) -> whole matrices (count, *sizes)."""
@@ -193,17 +202,6 @@ class ShardedMatrices:
     @property
     def _spec(self) -> list[tuple[str, ...]]:
         return [self.leaf.sharding.spec[a] for a in self.leaf.view.stack_axes]
-
-    def _with_leaf(self, leaf: BoundLeaf) -> "ShardedMatrices":
-        return dataclasses.replace(self, leaf=leaf)
-
-    def _reordered(self, x: jax.Array, old: tuple[str, ...], new: tuple[str, ...]) -> jax.Array:
-        """(devices * n, ...), the devices along the axes `old` -> the same along `new`."""
-        if old == new:
-            return x
-        grid = x.reshape(*(self._devices((a,)) for a in old), -1, *x.shape[1:])
-        rest = range(len(old), grid.ndim)
-        return grid.transpose(*(old.index(a) for a in new), *rest).reshape(x.shape)
 
     def _devices(self, axes: tuple[str, ...]) -> int:
         return self.leaf.sharding.count(axes)
