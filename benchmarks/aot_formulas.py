@@ -7,11 +7,12 @@
 with L matrices m x n (m <= n) of b bytes an element, N devices to a replica, f = (N - 1) / N and r
 restarts. Where R replicas share the work, L is ceil(L / R), and each receives the results of the
 others: ceil(L / R) mn b / N (R - 1), or L / R mn b / N (R - 1) at best, where several replicas work
-on the same matrix and each sends a part of its result. Matrices of different shapes that are sharded over the same axes may be in one round of N
-owners of an all_to_all, in which each slice is as long as the longest: 2 mn b f of the largest.
-So may those that groups of g devices own, by 2 mn b f / g of the largest, and what a group sends
-within itself: log2(g) (T (9/16 m² 2 + 4) + 4), in T steps with the most rows of the round, for
-triangles of Gram matrices in float16, a factor of each, and the largest entry.
+on the same matrix and each sends a part of its result. Matrices of different shapes that are
+sharded over the same axes may be in one round of N owners of an all_to_all, in which each slice is
+as long as the longest: 2 mn b f of the largest. So may those that groups of g devices own, by 2 mn
+b f / g of the largest, and what a group sends within itself: log2(g) (T (9/16 m² 2 + 4) + 4), in T
+steps with the most rows of the round, for triangles of Gram matrices in float16, a factor of each,
+and the largest entry.
 """
 
 import collections

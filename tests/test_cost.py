@@ -65,7 +65,7 @@ def test_whole_matrices_cost_no_bytes():
 
 def test_results_that_end_whole_come_back_once():
     matrix = M * N * 4
-    its = work(results_are_replicated=True)
+    its = work(gathered_axes=("f",))
     assert cost("all_to_all", 8, its).bytes == 2 * (matrix // 4 + matrix) * 3
     assert cost("gather", 8, its).bytes == 8 * matrix * 3 // 4
 

@@ -21,8 +21,8 @@ class BoundLeaf:
       sharding: how it is sharded: as bound, like its parameter; as planned, where it is worked on.
       dtype: the dtype of collectives and matmuls, by name.
       strategy: 'auto', or the strategy that the user asks for.
-      result_sharding: how the results are sharded, if they go unsharded to every device that had a
-        slice, as under ZeRO-1.
+      result_sharding: how the results are sharded, if over fewer mesh axes, as under ZeRO-1: they
+        are all-gathered along the others.
       param_sharding: the declared sharding of the parameter.
       mu_sharding: the declared sharding of its momentum, if that is another.
       is_mu_on_host: whether its momentum is declared to be in host memory.
@@ -57,6 +57,12 @@ class BoundLeaf:
     def shard_axes(self) -> Axes:
         """Mesh axes that shard matrices."""
         return self.sharding.axes_of(self.view.stack_axes)
+
+    @property
+    def gathered_axes(self) -> Axes:
+        """Mesh axes that shard matrices, and along which results are all-gathered."""
+        kept = (self.result_sharding or self.sharding).axes_of(self.view.stack_axes)
+        return tuple(a for a in self.shard_axes if a not in kept)
 
     @property
     def count(self) -> int:
@@ -96,7 +102,7 @@ class BoundLeaf:
         sharding = self.sharding
         batch = frozenset(x for a in self.view.batch_axes for x in sharding.type_key[a])
         of_sharding = (sharding.mesh, batch, sharding.free, sharding.manual, sharding.is_known)
-        return (*of_sharding, self.dtype, self.strategy, self.result_sharding is None)
+        return (*of_sharding, self.dtype, self.strategy, self.gathered_axes)
 
     def _may_be_transposed(self, newton_schulz: NewtonSchulz | None) -> bool:
         """Whether its transposes may be orthogonalised instead, and could be of use."""
@@ -105,4 +111,4 @@ class BoundLeaf:
         view = self.view
         is_cut = len(view.block_sizes) > 1 or view.tiles != (1, 1) or bool(view.nonzero)
         is_plain = len(self.sides) == 2 and not is_cut
-        return is_symmetric and is_plain and bool(self.shard_axes) and self.result_sharding is None
+        return is_symmetric and is_plain and bool(self.shard_axes)

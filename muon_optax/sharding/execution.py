@@ -160,7 +160,7 @@ class ExecutionOptions:
                 sharding=sharding,
                 dtype=jnp.dtype(dtype).name,
                 strategy=self._strategy_of(leaf.segments),
-                result_sharding=result and _replicated_results(leaf.view, sharding, result),
+                result_sharding=result and _result_sharding(leaf.view, sharding, result),
                 param_sharding=None,
                 mu_sharding=None,
             )
@@ -253,20 +253,25 @@ def _device_kind(sharding: LeafSharding) -> str | None:
     return getattr(device, "device_kind", None)
 
 
-def _replicated_results(
+def _result_sharding(
     view: BoundView, sharding: LeafSharding, result: LeafSharding
 ) -> LeafSharding | None:
-    """How results are sharded that are replicated to every device that had a slice; else None.
+    """How results are sharded that strategies send to where the parameter is; else None.
+
+    Every strategy can where the parameter's slices are made of slices of the momentum that follow
+    one another: where it is sharded over the first of the mesh axes of each dim of the matrices.
+    Elsewhere results come back as the momentum is sharded, and are moved after.
 
     Axes of size 1 stay as they are, wherever the parameter has them: inside a shard_map, results
     vary over them.
     """
     if not (sharding.known and result.known) or sharding.mesh != result.mesh:
         return None
-    same_batch = all(result.spec[a] == sharding.spec[a] for a in view.batch_axes)
-    shard_axes = sharding.axes_of(view.stack_axes)
-    are_replicated = bool(shard_axes) and same_batch and not result.axes_of(view.stack_axes)
-    return sharding.without(shard_axes) if are_replicated else None
+    dims = list(zip(sharding.spec, result.spec, strict=True))
+    same_batch = all(dims[a][0] == dims[a][1] for a in view.batch_axes)
+    are_joined = all(own[: len(end)] == end for own, end in dims)
+    gathered = tuple(a for own, end in dims for a in own[len(end) :])
+    return sharding.without(gathered) if gathered and same_batch and are_joined else None
 
 
 def _working_sharding(

@@ -58,10 +58,11 @@ def estimate(
     n, r = workload.shards, workload.replicas
     per_replica = -(-count // r)
     received = strategy.received_bytes(per_replica, workload)
+    gathered = strategy.gathered_bytes(per_replica, workload)
     summed = strategy.summed_bytes(per_replica, workload)
     flops = strategy.flops(per_replica, workload)
     from_replicas = per_replica * workload.result_bytes // repeats * (r - 1)
-    collectives = strategy.collectives(workload) * (n > 1) + (r > 1)
+    collectives = strategy.collectives(per_replica, workload) * (n > 1) + (r > 1)
     if padded_before is not None:
         padded, collectives = strategy.padded_workload(padded_before, workload), 0
         received = _growth(strategy.received_bytes, padded_before, padded)
@@ -72,13 +73,14 @@ def estimate(
     seconds = (
         flops / device.rate(workload.itemsize)
         + received / device.bandwidth_over(workload.shard_axes, sizes)
+        + gathered / device.bandwidth_over(workload.gathered_axes, sizes)
         + from_replicas / device.bandwidth_over(workload.replica_axes, sizes)
         + device.latency * collectives
     )
     if summed:
         group = strategy.group
         seconds += summed / device.bandwidth_in_groups(workload.shard_axes, sizes, group)
-    return Cost(received + summed + from_replicas, flops, seconds)
+    return Cost(received + gathered + summed + from_replicas, flops, seconds)
 
 
 def _growth(cost: Callable[[int, Workload], int], before: Workload, after: Workload) -> int:

@@ -240,7 +240,7 @@ def _workload(leaf: BoundLeaf, newton_schulz: NewtonSchulz | None) -> Workload:
         replica_axes=leaf.sharding.free,
         sizes=() if mesh is None else tuple(mesh.shape.items()),
         newton_schulz=newton_schulz,
-        results_are_replicated=leaf.result_sharding is not None,
+        gathered_axes=leaf.gathered_axes,
         method=method,
         sent_gram_itemsize=counted.sent_gram_dtype(method, dtype).itemsize,
     )

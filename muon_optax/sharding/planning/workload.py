@@ -20,7 +20,7 @@ class Workload:
       replica_axes: mesh axes whose replicas divide the matrices.
       sizes: size of each mesh axis, as pairs in the mesh's order.
       newton_schulz: the iteration that runs; None for a function of the user's.
-      results_are_replicated: whether results go unsharded to every device, not back as slices.
+      gathered_axes: those of `shard_axes` along which results are all-gathered.
       method: the method of the iteration for a matrix of this shape.
       sent_gram_itemsize: bytes of an entry of the Gram matrices that groups of devices send; see
         `NewtonSchulz.sent_gram_dtype`.
@@ -35,7 +35,7 @@ class Workload:
     replica_axes: tuple[str, ...]
     sizes: tuple[tuple[str, int], ...]
     newton_schulz: NewtonSchulz | None = None
-    results_are_replicated: bool = False
+    gathered_axes: tuple[str, ...] = ()
     method: Literal["standard", "gram"] = "standard"
     sent_gram_itemsize: int = 4
     sent_elements: int | None = None
@@ -55,7 +55,12 @@ class Workload:
     @property
     def result_bytes(self) -> int:
         """Bytes of one result as a device keeps it."""
-        return self.matrix_bytes // (1 if self.results_are_replicated else self.shards)
+        return self.matrix_bytes * self.count(self.gathered_axes) // self.shards
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes of one slice of a matrix."""
+        return self.matrix_bytes // self.shards
 
     @property
     def schedule(self) -> Schedule:

@@ -11,7 +11,6 @@ from muon_optax.sharding.strategies.base import Strategy
 from muon_optax.sharding.strategies.flat_exchange import FlatExchange
 from muon_optax.sharding.strategies.sharded_matrices import (
     ShardedMatrices,
-    all_gather,
     index_along,
     padded,
     rolled,
@@ -25,8 +24,13 @@ class AllToAll(Strategy):
     """Each of N shards gathers 1/N of the matrices whole, and sends the slices of the results back.
 
     For L matrices of m x n with b bytes an element: ceil(L/N) 2 mn b (N - 1)/N bytes and
-    ceil(L/N) F FLOPs. Results that are replicated, as under ZeRO-1, are all-gathered instead: whole
-    matrices come back from each owner.
+    ceil(L/N) F FLOPs.
+
+    Results may be sharded over fewer mesh axes, as under ZeRO-1. In full rounds they come in
+    their larger slices at once: by an all-to-all along these axes and an all-gather along the
+    others, over P devices that shard them mn b/P (N - 1) bytes a round. The all-gather would have
+    a row of zeros for each owner without a matrix. So else they come as matrices are sharded, and
+    the slices of each result are all-gathered.
 
     Where there are fewer matrices than owners, those that `loads.rest_owners` names get one each,
     and others may get matrices of another shape in the same round.
@@ -41,14 +45,19 @@ class AllToAll(Strategy):
 
     def received_bytes(self, count: int, workload: Workload) -> int:
         owned = -(-count // workload.shards)
-        slice_bytes = workload.matrix_bytes // workload.shards
-        return owned * (slice_bytes + workload.result_bytes) * (workload.shards - 1)
+        return 2 * owned * workload.slice_bytes * (workload.shards - 1)
+
+    def gathered_bytes(self, count: int, workload: Workload) -> int:
+        rows = _gathered_rows(count, workload.shards)
+        return min(count, rows) * (workload.result_bytes - workload.slice_bytes)
 
     def flops(self, count: int, workload: Workload) -> int:
         return -(-count // workload.shards) * workload.flops
 
-    def collectives(self, workload: Workload) -> int:
-        return 2
+    def collectives(self, count: int, workload: Workload) -> int:
+        is_one = workload.gathered_axes == workload.shard_axes  # without an all-to-all
+        is_direct = _gathered_rows(count, workload.shards) < count
+        return 2 + bool(workload.gathered_axes) - (is_one and is_direct)
 
     def round_size(self, workload: Workload) -> int:
         return workload.owners
@@ -81,13 +90,17 @@ class AllToAll(Strategy):
         return jax.lax.cond(has_one, lambda x: as_varying(solve(x), typed), lambda x: x, x)
 
     def send(self, matrices: ShardedMatrices, y: jax.Array) -> jax.Array:
-        if matrices.results_are_replicated:
-            x = all_gather(y, matrices.leaf.shard_axes)
-        else:
-            parts = matrices.disassemble(y)
-            x = matrices.swap_joined(parts.reshape(-1, *parts.shape[2:]))
+        each = matrices.per_replica
         _, shard = matrices.first_replica_and_shard
-        return matrices.all(rolled(x, -shard)[: matrices.per_replica])
+        is_direct = _gathered_rows(each, matrices.shards) < each
+        x = matrices.results_of_owners(y) if is_direct else matrices.slices_of_owners(y)
+        x = rolled(x, -shard)[:each]
+        return matrices.all(x if is_direct else matrices.gathered(x))
 
     def shared(self, kinds: tuple[ShardedMatrices, ...]) -> FlatExchange:
         return FlatExchange(kinds)
+
+
+def _gathered_rows(count: int, shards: int) -> int:
+    """Results that a device receives in all rounds, if they come in their larger slices at once."""
+    return -(-count // shards) * (shards - 1)

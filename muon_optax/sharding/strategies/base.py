@@ -65,6 +65,10 @@ class Strategy(abc.ABC):
     def received_bytes(self, count: int, workload: Workload) -> int:
         """Bytes that a device receives from the other shards, for `count` matrices of a replica."""
 
+    def gathered_bytes(self, count: int, workload: Workload) -> int:
+        """Bytes that it receives, besides, of results that are sharded over fewer axes."""
+        return count * (workload.result_bytes - workload.slice_bytes)
+
     def summed_bytes(self, count: int, workload: Workload) -> int:
         """Bytes that a device receives from the others of its group, for `count` of a replica."""
         return 0
@@ -85,7 +89,7 @@ class Strategy(abc.ABC):
         """FLOPs of the busiest device, for `count` matrices of a replica."""
 
     @abc.abstractmethod
-    def collectives(self, workload: Workload) -> int:
+    def collectives(self, count: int, workload: Workload) -> int:
         """Collectives among the shards, each of which costs a latency."""
 
     @abc.abstractmethod

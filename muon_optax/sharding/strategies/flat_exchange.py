@@ -55,11 +55,18 @@ class FlatExchange:
 
     def send(self, y: jax.Array) -> tuple[jax.Array, ...]:
         """Undoes `receive`: the results (count, *block) of all matrices of each kind."""
-        results = self._replicated(y) if self._first.results_are_replicated else self._back(y)
-        own = list(zip(self.kinds, results, strict=True))
-        if self._first.replicas > 1:
-            return tuple(self._of_all_replicas(own))
-        return tuple(x[: kind.count] for kind, x in own)
+        own = list(self._back(y))
+        if axes := self._first.leaf.gathered_axes:
+            slices = zip(self.kinds, self._of_all(own, axes), strict=True)
+            own = [kind.joined(x) for kind, x in slices]
+        results = zip(self.kinds, own, strict=True)
+        if self._first.replicas == 1:
+            return tuple(x[: kind.count] for kind, x in results)
+        sent = [kind.sent(x) for kind, x in results]
+        rows = zip(self.kinds, own, self._of_all(sent, self._first.replica_axes), strict=True)
+        return tuple(
+            kind.from_replicas(x.reshape(-1, *x.shape[2:]), one.shape[1:]) for kind, one, x in rows
+        )
 
     @property
     def _first(self) -> ShardedMatrices:
@@ -132,30 +139,17 @@ class FlatExchange:
         for kind, own in self._split(rows):
             yield kind.from_parts(own.reshape(-1, *kind.part.block))
 
-    def _replicated(self, y: jax.Array) -> Iterator[jax.Array]:
-        """The whole matrices of each kind."""
-        whole = all_gather(y[None], self._first.leaf.shard_axes)
-        for kind, own in self._split(rolled(whole, -self._first_shard)):
-            parts = own.reshape(-1, kind.shards, *kind.part.block).swapaxes(0, 1)
-            slices = kind.from_parts(parts.reshape(-1, *kind.part.block))
-            yield kind.assemble(slices.reshape(kind.shards, -1, *kind.block))
-
     def _split(self, rows: jax.Array) -> Iterator[tuple[ShardedMatrices, jax.Array]]:
         """The rows of each kind, without padding."""
         start = 0
         for kind in self.kinds:
             end = start + kind.per_replica * kind.group
-            yield kind, rows[start:end, ..., : math.prod(kind.part.block)]
+            yield kind, rows[start:end, : math.prod(kind.part.block)]
             start = end
 
-    def _of_all_replicas(
-        self, own: Sequence[tuple[ShardedMatrices, jax.Array]]
-    ) -> Iterator[jax.Array]:
-        """All-gathers the results of all replicas, of all kinds at once."""
-        sent = [kind.sent(y) for kind, y in own]
-        flat = jnp.concatenate([x.ravel() for x in sent])
-        of_replicas = all_gather(flat[None], self._first.replica_axes)
-        ends = np.cumsum([x.size for x in sent])[:-1]
-        split = jnp.split(of_replicas, ends, axis=1)
-        for (kind, y), x, rows in zip(own, sent, split, strict=True):
-            yield kind.joined(rows.reshape(-1, *x.shape[1:]), y.shape[1:])
+    def _of_all(self, parts: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
+        """The parts of all devices along mesh axes, (devices, *part), of all kinds at once."""
+        joined = all_gather(jnp.concatenate([x.ravel() for x in parts])[None], axes)
+        split = jnp.split(joined, np.cumsum([x.size for x in parts])[:-1], axis=1)
+        pairs = zip(split, parts, strict=True)
+        return [x.reshape(-1, *part.shape) for x, part in pairs]

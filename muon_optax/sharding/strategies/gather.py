@@ -20,12 +20,15 @@ class Gather(Strategy):
     name = "gather"
 
     def received_bytes(self, count: int, workload: Workload) -> int:
-        return count * workload.matrix_bytes * (workload.shards - 1) // workload.shards
+        return count * workload.slice_bytes * (workload.shards - 1)
+
+    def gathered_bytes(self, count: int, workload: Workload) -> int:
+        return 0
 
     def flops(self, count: int, workload: Workload) -> int:
         return count * workload.flops
 
-    def collectives(self, workload: Workload) -> int:
+    def collectives(self, count: int, workload: Workload) -> int:
         return 1
 
     def round_size(self, workload: Workload) -> int:
@@ -40,7 +43,8 @@ class Gather(Strategy):
         return matrices.assemble(all_gather(x[None], matrices.leaf.shard_axes))
 
     def send(self, matrices: ShardedMatrices, y: jax.Array) -> jax.Array:
-        if matrices.shards > 1 and not matrices.results_are_replicated:
-            index = jax.lax.axis_index(matrices.leaf.shard_axes)
-            y = jax.lax.dynamic_index_in_dim(matrices.disassemble(y), index, keepdims=False)
+        results = matrices.results
+        if results.shards > 1:
+            index = jax.lax.axis_index(results.leaf.shard_axes)
+            y = jax.lax.dynamic_index_in_dim(results.disassemble(y), index, keepdims=False)
         return matrices.all(y)

@@ -29,8 +29,6 @@ class Gram(Strategy):
     def why_impossible(self, leaf: BoundLeaf, newton_schulz: NewtonSchulz | None) -> str | None:
         view = leaf.view
         long = view.output_axes if view.fan_out >= view.fan_in else view.reduction_axes
-        if leaf.result_sharding is not None:
-            return "the results are replicated to every device"
         if newton_schulz is None:
             return "a function of the user's needs whole matrices"
         if newton_schulz.schedule.preconditioning == "spectral":
@@ -73,9 +71,9 @@ class Gram(Strategy):
         with_slices, steps = iteration.gram_flops(workload.rows, workload.columns, is_half=is_half)
         return count * with_slices // shards + -(-count // shards) * steps
 
-    def collectives(self, workload: Workload) -> int:
-        """In and out for each pass, the largest entries and the scales."""
-        return 2 * workload.schedule.passes + 2
+    def collectives(self, count: int, workload: Workload) -> int:
+        """In and out for each pass, the largest entries and the scales; and any results."""
+        return 2 * workload.schedule.passes + 2 + bool(workload.gathered_axes)
 
     def round_size(self, workload: Workload) -> int:
         return workload.owners
@@ -104,4 +102,4 @@ class Gram(Strategy):
         return block.merge_stack([y])
 
     def send(self, matrices: ShardedMatrices, y: jax.Array) -> jax.Array:
-        return matrices.all(y)
+        return matrices.all(matrices.gathered(y))

@@ -16,6 +16,7 @@ from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.planning.workload import Workload
 from muon_optax.sharding.runtime.orthogonalizer import Orthogonalizer
 from muon_optax.sharding.strategies.all_to_all import AllToAll
+from muon_optax.sharding.strategies.base import Strategy
 from muon_optax.sharding.strategies.flat_exchange import FlatExchange
 from muon_optax.sharding.strategies.group_sums import DeviceGroups, add, maximum
 from muon_optax.sharding.strategies.sharded_matrices import ShardedMatrices, axis_to_cut
@@ -56,9 +57,11 @@ class Groups(AllToAll):
         return None
 
     def received_bytes(self, count: int, workload: Workload) -> int:
-        slice_bytes = workload.matrix_bytes // workload.shards
-        each = (slice_bytes + workload.result_bytes) * (workload.shards - 1) // self.group
+        each = 2 * workload.slice_bytes * (workload.shards - 1) // self.group
         return self._rounds(count, workload) * each
+
+    def gathered_bytes(self, count: int, workload: Workload) -> int:
+        return Strategy.gathered_bytes(self, count, workload)
 
     def summed_bytes(self, count: int, workload: Workload) -> int:
         """The triangles of Gram matrices, and once the largest entry, in float32 at least.
@@ -89,9 +92,9 @@ class Groups(AllToAll):
             each = len(workload.schedule.rows) * (4 * m**2 * n // self.group + 2 * m**3)
         return self._rounds(count, workload) * each
 
-    def collectives(self, workload: Workload) -> int:
+    def collectives(self, count: int, workload: Workload) -> int:
         each = 1 if workload.sent_gram_itemsize >= 4 else 2  # the triangle, and its scale
-        return 2 + self._exchanges * (_sums(workload) * each + 1)
+        return 2 + bool(workload.gathered_axes) + self._exchanges * (_sums(workload) * each + 1)
 
     def round_size(self, workload: Workload) -> int:
         return workload.owners // self.group

@@ -33,7 +33,7 @@ class Local(Strategy):
     def flops(self, count: int, workload: Workload) -> int:
         return count * workload.flops
 
-    def collectives(self, workload: Workload) -> int:
+    def collectives(self, count: int, workload: Workload) -> int:
         return 0
 
     def round_size(self, workload: Workload) -> int:

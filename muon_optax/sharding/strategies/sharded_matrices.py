@@ -105,10 +105,14 @@ class ShardedMatrices:
         x = parts.reshape(-1, self.group, *parts.shape[1:])
         return jnp.moveaxis(x, 1, self._cut_dim).reshape(-1, *self.block)
 
-    @property
-    def results_are_replicated(self) -> bool:
-        """Whether results go unsharded to every device, as under ZeRO-1."""
-        return self.leaf.result_sharding is not None
+    @functools.cached_property
+    def results(self) -> "ShardedMatrices":
+        """The matrices, sharded as their results are."""
+        end = self.leaf.result_sharding
+        if end is None:
+            return self
+        leaf = dataclasses.replace(self.leaf, sharding=end, result_sharding=None)
+        return dataclasses.replace(self, leaf=leaf)
 
     @property
     def turn(self) -> jax.Array | int:
@@ -128,7 +132,7 @@ class ShardedMatrices:
         """Undoes `own`: all-gathers the results of all replicas."""
         if self.replicas == 1:
             return y[: self.count]
-        return self.joined(all_gather(self.sent(y), self.replica_axes), y.shape[1:])
+        return self.from_replicas(all_gather(self.sent(y), self.replica_axes), y.shape[1:])
 
     def sent(self, y: jax.Array) -> jax.Array:
         """What this replica sends of its results: its part, flat, if others have the same one."""
@@ -137,8 +141,8 @@ class ShardedMatrices:
         parts = reshaped(y, (self.repeats, y.size // self.repeats))
         return jax.lax.dynamic_slice_in_dim(parts, self.turn % self.repeats, 1)
 
-    def joined(self, sent: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """What all replicas send, from the first one on -> the results (count, *shape)."""
+    def from_replicas(self, sent: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """What all replicas send, one after the other -> the results (count, *shape)."""
         first, _ = self.first_replica_and_shard
         rows = rolled(sent, -first * self.per_replica)[: self.count * self.repeats]
         return rows if self.repeats == 1 else reshaped(rows, (self.count, *shape))
@@ -156,6 +160,35 @@ class ShardedMatrices:
         # it: XLA would give the parts, joined of leaves, layouts that differ, which its verifier
         # refuses.
         return jax.lax.all_to_all(x, self.leaf.shard_axes, 0, 0, tiled=True)
+
+    def slices_of_owners(self, y: jax.Array) -> jax.Array:
+        """An owner's whole results (count, *sizes) -> slices of those of all owners, in order."""
+        parts = self.disassemble(y)
+        return self.swap_joined(parts.reshape(-1, *parts.shape[2:]))
+
+    def results_of_owners(self, y: jax.Array) -> jax.Array:
+        """The same, as results are to be sharded.
+
+        An all-to-all along the axes that shard results, and an all-gather along the others.
+        """
+        outer, inner = self.leaf.gathered_axes, self.results.leaf.shard_axes
+        x = all_gather(self.results.slices_of_owners(y), outer)
+        if not (outer and inner):
+            return x
+        axes = (*outer, *inner)
+        grid = x.reshape(*(self._devices((a,)) for a in axes), -1, *x.shape[1:])
+        order = [axes.index(a) for a in self.leaf.shard_axes]
+        return grid.transpose(*order, *range(len(axes), grid.ndim)).reshape(x.shape)
+
+    def gathered(self, x: jax.Array) -> jax.Array:
+        """Results (count, *block) as matrices are sharded -> as results are to be."""
+        return self.joined(all_gather(x[None], self.leaf.gathered_axes))
+
+    def joined(self, slices: jax.Array) -> jax.Array:
+        """The slices of each result, (slices, count, *block) -> (count, *block of the result)."""
+        sharding = self.leaf.sharding.without(self.results.leaf.shard_axes)
+        leaf = dataclasses.replace(self.leaf, sharding=sharding)
+        return dataclasses.replace(self, leaf=leaf).assemble(slices)
 
     def assemble(self, parts: jax.Array) -> jax.Array:
         """(shards, count, *block) -> whole matrices (count, *sizes)."""
