@@ -64,14 +64,13 @@ class Groups(AllToAll):
         return Strategy.gathered_bytes(self, count, workload)
 
     def summed_bytes(self, count: int, workload: Workload) -> int:
-        """The triangles of Gram matrices, and once the largest entry, in float32 at least.
+        """The triangles of Gram matrices, and the scalars once.
 
         With each triangle in float16 goes its scale, in float32.
         """
         itemsize = workload.sent_gram_itemsize
         triangle = triangle_entries(workload.rows) * itemsize + (4 if itemsize < 4 else 0)
-        largest_entry = max(4, workload.itemsize)
-        sent = _sums(workload) * triangle + largest_entry
+        sent = _sums(workload) * triangle + sum(workload.sent_scalars)
         return self._rounds(count, workload) * self._exchanges * sent
 
     def padded_workload(self, one: Workload, other: Workload) -> Workload:
@@ -94,7 +93,8 @@ class Groups(AllToAll):
 
     def collectives(self, count: int, workload: Workload) -> int:
         each = 1 if workload.sent_gram_itemsize >= 4 else 2  # the triangle, and its scale
-        return 2 + bool(workload.gathered_axes) + self._exchanges * (_sums(workload) * each + 1)
+        exchanged = _sums(workload) * each + len(workload.sent_scalars)
+        return 2 + bool(workload.gathered_axes) + self._exchanges * exchanged
 
     def round_size(self, workload: Workload) -> int:
         return workload.owners // self.group
