@@ -61,7 +61,7 @@ class PlanRow:
         of owners; the first of them counts the bytes that all share. None where that isn't so.
       owners: where there are fewer matrices than owners, that of each, numbered along `share_axes`
         and then along the mesh axes in `spec`, in the mesh's order; of a group, the first device.
-      group: how many devices own a matrix together, each of them a part of its long side.
+      group_size: how many devices own a matrix together, each of them a part of its long side.
     """
 
     leaves: tuple[str, ...]
@@ -81,7 +81,7 @@ class PlanRow:
     period: int = 1
     round: int | None = None
     owners: tuple[int, ...] = ()
-    group: int = 1
+    group_size: int = 1
 
     @property
     def share(self) -> Fraction:
@@ -296,7 +296,7 @@ def _planned_rows(
             owners = owners_of(work_slice, bucket.leaf)
             reasons = [work_slice.reason, *said]
             if work_slice.round is not None:
-                reasons.insert(1, owners_text(owners, work_slice.strategy.group))
+                reasons.insert(1, owners_text(owners, work_slice.strategy.group_size))
             rows.append((_row(work_slice, members, owners, "; ".join(reasons)), bucket.leaf))
     return model, rows
 
@@ -321,7 +321,7 @@ def _row(
         reason=reason,
         round=work_slice.round,
         owners=owners,
-        group=work_slice.strategy.group,
+        group_size=work_slice.strategy.group_size,
     )
 
 

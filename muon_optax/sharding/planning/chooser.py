@@ -132,7 +132,7 @@ class Chooser:
         one get theirs in one flat array, which is cut then. Groups work on padded matrices, of
         which the workspace must hold one besides.
         """
-        if strategy.group > 1:
+        if strategy.group_size > 1:
             padded = strategy.padded_workload(into.padded, workload)
             matrix = padded.rows * padded.columns * padded.itemsize
             if strategy.least_workspace(matrix) > self.budget:
@@ -158,7 +158,7 @@ class Chooser:
         return work_slice.skips and work_slice.strategy.shares_rounds and is_divided
 
     def _slice(self, strategy: Strategy, start: int, count: int, workload: Workload) -> WorkSlice:
-        skips = strategy.has_owners and strategy.group == 1 and count < workload.owners
+        skips = strategy.has_owners and strategy.group_size == 1 and count < workload.owners
         return WorkSlice(
             start,
             count,
@@ -189,7 +189,7 @@ class Chooser:
             elements = workload.rows * workload.columns
             at_once = min(at_once, group_size(count, elements, self.device.batch_elements))
         round_size = strategy.round_size(workload)
-        if strategy.group > 1:
+        if strategy.group_size > 1:
             return round_size
         if at_once * round_size >= count:
             return count

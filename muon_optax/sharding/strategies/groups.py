@@ -36,10 +36,10 @@ class Groups(AllToAll):
     of its passes, and divides its matmuls with X by g.
 
     Attributes:
-      group: g, the number of devices in a group, a power of two.
+      group_size: g, the number of devices in a group, a power of two.
     """
 
-    group: int
+    group_size: int
 
     name = "groups"
     needs_newton_schulz = True
@@ -50,14 +50,14 @@ class Groups(AllToAll):
             return "a function of the user's needs whole matrices"
         if len(view.block_sizes) > 1 or view.tiles != (1, 1) or view.nonzero:
             return "blocks are cut from whole matrices"
-        if shards == 1 or shards % self.group:
-            return f"the devices must be whole groups of {self.group}"
-        if axis_to_cut(leaf, self.group) is None:
-            return f"slices can't be cut in {self.group} along the long side"
+        if shards == 1 or shards % self.group_size:
+            return f"the devices must be whole groups of {self.group_size}"
+        if axis_to_cut(leaf, self.group_size) is None:
+            return f"slices can't be cut in {self.group_size} along the long side"
         return None
 
     def received_bytes(self, count: int, workload: Workload) -> int:
-        each = 2 * workload.slice_bytes * (workload.shards - 1) // self.group
+        each = 2 * workload.slice_bytes * (workload.shards - 1) // self.group_size
         return self._rounds(count, workload) * each
 
     def gathered_bytes(self, count: int, workload: Workload) -> int:
@@ -86,9 +86,9 @@ class Groups(AllToAll):
         assert iteration is not None
         if workload.method == "gram":
             with_slices, steps = iteration.gram_flops(m, n, is_half=workload.itemsize < 4)
-            each = with_slices // self.group + steps
+            each = with_slices // self.group_size + steps
         else:
-            each = len(workload.schedule.rows) * (4 * m**2 * n // self.group + 2 * m**3)
+            each = len(workload.schedule.rows) * (4 * m**2 * n // self.group_size + 2 * m**3)
         return self._rounds(count, workload) * each
 
     def collectives(self, count: int, workload: Workload) -> int:
@@ -97,12 +97,12 @@ class Groups(AllToAll):
         return 2 + bool(workload.gathered_axes) + self._exchanges * exchanged
 
     def round_size(self, workload: Workload) -> int:
-        return workload.owners // self.group
+        return workload.owners // self.group_size
 
     def reason(self, leaf: BoundLeaf, count: int, workload: Workload) -> str:
         matrices = "matrix" if count == 1 else "matrices"
         groups = self.round_size(workload)
-        owners = f"{groups} group{'s' * (groups > 1)} of {self.group} devices"
+        owners = f"{groups} group{'s' * (groups > 1)} of {self.group_size} devices"
         return f"{count} {matrices} for {owners}, which split each"
 
     def receive(self, matrices: ShardedMatrices, x: jax.Array) -> jax.Array:
@@ -122,10 +122,10 @@ class Groups(AllToAll):
     @property
     def _exchanges(self) -> int:
         """Exchanges of an all-reduce over a group: log2(g)."""
-        return self.group.bit_length() - 1
+        return self.group_size.bit_length() - 1
 
     def _rounds(self, count: int, workload: Workload) -> int:
-        return -(-count * self.group // workload.shards)
+        return -(-count * self.group_size // workload.shards)
 
 
 def _sums(workload: Workload) -> int:
@@ -151,7 +151,8 @@ class GroupExchange(FlatExchange):
         # The planner puts only matrices of one method in a round.
         method = iteration.chosen_method(view.fan_in, view.fan_out, x.dtype)
         dtype = iteration.sent_gram_dtype(method, x.dtype)
-        groups = DeviceGroups(self._first.leaf.shard_axes, self._first.shards, self._first.group)
+        first = self._first
+        groups = DeviceGroups(first.leaf.shard_axes, first.shards, first.group_size)
         collectives = GramCollectives(
             maximum=lambda v: groups.all_reduce(jax.lax.stop_gradient(v), maximum),
             reduce=lambda a: groups.all_reduce_gram(a, dtype),
@@ -191,4 +192,4 @@ def _is_tall(kind: ShardedMatrices) -> bool:
 def _wide_sizes(kind: ShardedMatrices) -> tuple[int, int]:
     """Rows and columns of the part of a matrix that a device gets, its long side second."""
     m, n = sorted((kind.leaf.view.fan_in, kind.leaf.view.fan_out))
-    return m, n // kind.group
+    return m, n // kind.group_size
