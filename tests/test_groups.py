@@ -259,21 +259,6 @@ def test_gram_matrices_are_sent_in_float16_where_matmuls_have_half_precision(
     )
 
 
-@pytest.mark.parametrize("method", ["standard", "gram"])
-@pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "complex64"])
-def test_scalars_are_planned_too(dtype, adaptive, method):
-    leaves = {"up": Leaf((8, 48), P("f")), "down": Leaf((64, 8), P(None, "f"))}
-    options: Any = {"ns_method": method, "adaptive": adaptive, "device": SLOW}
-    compiled = sharded.compile_update(leaves, make_mesh({"f": 8}), dtype, ns_coeffs=FAST, **options)
-    mesh: Any = AbstractMesh((8,), ("f",))
-    shapes = {k: jax.ShapeDtypeStruct(leaf.shape, dtype) for k, leaf in leaves.items()}
-    options |= {"ns_coeffs": FAST, "muon_weight_dimension_numbers": sharded.views(leaves)}
-    found = plan(shapes, sharded.shardings(leaves, mesh), **options)
-    assert {row.strategy for row in found.rows} == {"groups"}
-    assert read_program(compiled).received == found.bytes
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_a_shard_map(check_vma):
     mesh, specs = make_mesh({"r": 2, "f": 4}), {k: leaf.spec for k, leaf in HSDP.items()}

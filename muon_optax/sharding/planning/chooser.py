@@ -14,6 +14,7 @@ from muon_optax.sharding.planning.shared_rounds import OpenRound, OpenRounds
 from muon_optax.sharding.planning.workload import Workload
 from muon_optax.sharding.runtime.orthogonalizer import group_size
 from muon_optax.sharding.strategies import STRATEGIES, Strategy
+from muon_optax.sharding.strategies.groups import Groups
 
 __all__ = ["Chooser", "Sharing"]
 
@@ -51,7 +52,7 @@ class Chooser:
     are_single: bool
     rounds: OpenRounds
     sharing: Sharing
-    groups: Strategy | None
+    groups: Groups | None
 
     def slices(self, count: int) -> list[WorkSlice]:
         """The cheapest way: all matrices under one strategy, or full rounds and a rest."""
@@ -81,7 +82,9 @@ class Chooser:
     def _strategies(self, count: int, workload: Workload) -> list[Strategy]:
         """The one that is asked for, or those that 'auto' weighs."""
         is_divided = workload.replica_axes == self.workload.replica_axes
-        groups = [self.groups] if self.groups and is_divided and count < workload.owners else []
+        groups: list[Strategy] = []
+        if self.groups and is_divided and count < workload.owners:
+            groups.append(dataclasses.replace(self.groups, method=workload.method))
         possible = [
             s
             for s in (*groups, *STRATEGIES.values())

@@ -27,7 +27,8 @@ from muon_optax.sharding.planning.device_models import DeviceModel
 from muon_optax.sharding.planning.loads import Loads
 from muon_optax.sharding.planning.shared_rounds import OpenRounds, numbered
 from muon_optax.sharding.planning.workload import Workload
-from muon_optax.sharding.strategies import GROUPS, STRATEGIES, Strategy
+from muon_optax.sharding.strategies import GROUPS, STRATEGIES
+from muon_optax.sharding.strategies.groups import Groups
 
 __all__ = ["plan_leaves"]
 
@@ -175,7 +176,7 @@ class _Planner:
         return dict.fromkeys(self.floors, 0.0)
 
     def _plan(
-        self, floors: Mapping[tuple, float], sharing: Sharing, groups: Strategy | None = None
+        self, floors: Mapping[tuple, float], sharing: Sharing, groups: Groups | None = None
     ) -> list[Bucket]:
         """One plan, bucket after bucket; the arguments are as in `Chooser`."""
         loads, rounds = {sizes: Loads(sizes) for sizes in floors}, OpenRounds()

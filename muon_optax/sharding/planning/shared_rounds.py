@@ -71,9 +71,7 @@ class OpenRounds:
 
 
 def _kind(strategy: Strategy, leaf: BoundLeaf, workload: Workload) -> tuple:
-    kind = strategy, leaf.round_key, workload.replica_axes
-    # All groups take part in the same sums over groups, so that a round has one method.
-    return kind if strategy.group_size == 1 else (*kind, workload.method)
+    return strategy, leaf.round_key, workload.replica_axes
 
 
 def numbered(buckets: Sequence[Bucket]) -> list[Bucket]:

@@ -7,6 +7,7 @@ In every step they sum their Gram matrices, and each computes the same factor of
 
 import dataclasses
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +38,12 @@ class Groups(AllToAll):
 
     Attributes:
       group_size: g, the number of devices in a group, a power of two.
+      method: that of the iteration, one for all matrices of a round, as all groups take part in the
+        same sums.
     """
 
     group_size: int
+    method: Literal["standard", "gram"] = "standard"
 
     name = "groups"
     needs_newton_schulz = True
@@ -70,7 +74,7 @@ class Groups(AllToAll):
         """
         itemsize = workload.sent_gram_itemsize
         triangle = triangle_entries(workload.rows) * itemsize + (4 if itemsize < 4 else 0)
-        sent = _sums(workload) * triangle + sum(workload.sent_scalars)
+        sent = self._sums(workload) * triangle + sum(workload.sent_scalars)
         return self._rounds(count, workload) * self._exchanges * sent
 
     def padded_workload(self, one: Workload, other: Workload) -> Workload:
@@ -84,7 +88,7 @@ class Groups(AllToAll):
     def flops(self, count: int, workload: Workload) -> int:
         m, n, iteration = workload.rows, workload.columns, workload.newton_schulz
         assert iteration is not None
-        if workload.method == "gram":
+        if self.method == "gram":
             with_slices, steps = iteration.gram_flops(m, n, is_half=workload.itemsize < 4)
             each = with_slices // self.group_size + steps
         else:
@@ -93,7 +97,7 @@ class Groups(AllToAll):
 
     def collectives(self, count: int, workload: Workload) -> int:
         each = 1 if workload.sent_gram_itemsize >= 4 else 2  # the triangle, and its scale
-        exchanged = _sums(workload) * each + len(workload.sent_scalars)
+        exchanged = self._sums(workload) * each + len(workload.sent_scalars)
         return 2 + bool(workload.gathered_axes) + self._exchanges * exchanged
 
     def round_size(self, workload: Workload) -> int:
@@ -117,7 +121,7 @@ class Groups(AllToAll):
         return self.shared((matrices,)).send(y)[0]
 
     def shared(self, kinds: tuple[ShardedMatrices, ...]) -> "GroupExchange":
-        return GroupExchange(kinds)
+        return GroupExchange(kinds, self.method)
 
     @property
     def _exchanges(self) -> int:
@@ -127,11 +131,10 @@ class Groups(AllToAll):
     def _rounds(self, count: int, workload: Workload) -> int:
         return -(-count * self.group_size // workload.shards)
 
-
-def _sums(workload: Workload) -> int:
-    """How many Gram matrices are summed over a group for one matrix."""
-    schedule = workload.schedule
-    return schedule.passes if workload.method == "gram" else len(schedule.rows)
+    def _sums(self, workload: Workload) -> int:
+        """How many Gram matrices are summed over a group for one matrix."""
+        schedule = workload.schedule
+        return schedule.passes if self.method == "gram" else len(schedule.rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,16 +145,18 @@ class GroupExchange(FlatExchange):
     the middle of the iteration. So all devices iterate on matrices of the largest sizes, padded
     with zero rows and columns, which Newton-Schulz keeps zero. Only cutting the flat slices before
     and after is a branch. Devices without a matrix iterate on zeros.
+
+    Attributes:
+      method: as of `Groups`.
     """
+
+    method: Literal["standard", "gram"]
 
     def orthogonalize(self, x: jax.Array, orthogonalizer: Orthogonalizer) -> jax.Array:
         """Orthogonalises this device's part of the matrix of its group."""
-        iteration, view = orthogonalizer.newton_schulz, self._first.leaf.view
+        iteration, first = orthogonalizer.newton_schulz, self._first
         assert iteration is not None
-        # The planner puts only matrices of one method in a round.
-        method = iteration.chosen_method(view.fan_in, view.fan_out, x.dtype)
-        dtype = iteration.sent_gram_dtype(method, x.dtype)
-        first = self._first
+        dtype = iteration.sent_gram_dtype(self.method, x.dtype)
         groups = DeviceGroups(first.leaf.shard_axes, first.shards, first.group_size)
         collectives = GramCollectives(
             maximum=lambda v: groups.all_reduce(jax.lax.stop_gradient(v), maximum),
@@ -159,7 +164,7 @@ class GroupExchange(FlatExchange):
         )
         wide = self._by_kind(self._wide, x)
         y = orthogonalizer.slices(
-            wide, -1, collectives, lambda v: groups.all_reduce(v, add), method
+            wide, -1, collectives, lambda v: groups.all_reduce(v, add), self.method
         )
         return self._by_kind(self._flat, y)
 
