@@ -89,13 +89,13 @@ class Kind:
             "gram": 2 * (1 + RESTARTS) * owned * short**2 * 4 * (n - 1),
         }[strategy]
 
-    def in_group(self, count: int, sharing: int, group: int) -> tuple[float, float]:
+    def in_group(self, count: int, sharing: int, group_size: int) -> tuple[float, float]:
         """Bytes for matrices that groups own: from all shards, and from a group's other devices."""
-        owned = math.ceil(count / sharing) * group / self.shards
+        owned = math.ceil(count / sharing) * group_size / self.shards
         rows = min(self.fan_in, self.fan_out)
-        slices = 2 * math.ceil(owned) * self.bytes / group * (self.shards - 1) / self.shards
+        slices = 2 * math.ceil(owned) * self.bytes / group_size * (self.shards - 1) / self.shards
         sums = STEPS * (2 * rows**2 * 9 / 16 + 4) + 4
-        return slices, math.ceil(owned) * math.log2(group) * sums
+        return slices, math.ceil(owned) * math.log2(group_size) * sums
 
     def from_replicas(self, count: int, sharing: int, repeats: int) -> float:
         """The results of other replicas, of which so many work on the same matrix."""
@@ -128,8 +128,8 @@ def chosen_bytes(promised: Plan, model: ModelOnMesh) -> float:
         kind, sharing = kinds[row.leaves[0]], math.prod(model.sizes[a] for a in row.share_axes)
         total += kind.from_replicas(row.count, sharing, row.repeats)
         inside = (
-            kind.in_group(row.count, sharing, row.group)
-            if row.group > 1
+            kind.in_group(row.count, sharing, row.group_size)
+            if row.group_size > 1
             else (kind.inside(row.strategy, row.count, sharing), 0.0)
         )
         name = ("row", i) if row.round is None else ("round", row.round)

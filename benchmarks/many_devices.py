@@ -86,21 +86,21 @@ def rounds(sizes: Sizes, owners: int) -> Iterator[Sizes]:
         yield round_
 
 
-def seconds_in_groups(sizes: Sizes, mesh: tuple[int, int], group: int, model: DeviceModel) -> float:
+def seconds_in_groups(sizes: Sizes, mesh: tuple[int, int], size: int, model: DeviceModel) -> float:
     """The time if groups split each matrix: slices in and out, sums in each step, matmuls."""
     replicas, shards = mesh
     axes: dict[str, int] = {"replica": replicas, "fsdp": shards}
     far, from_replicas = (model.bandwidth_over((axis,), axes) for axis in ("fsdp", "replica"))
-    near = model.bandwidth_in_groups(("fsdp",), axes, group)
-    steps, exchanges = len(NewtonSchulz(resolve_schedule()).schedule.rows), int(math.log2(group))
+    near = model.bandwidth_in_groups(("fsdp",), axes, size)
+    steps, exchanges = len(NewtonSchulz(resolve_schedule()).schedule.rows), int(math.log2(size))
     own = [(-(-count // replicas), m, n) for count, m, n in sizes]
     total = model.latency * (replicas > 1)
-    for each in rounds(own, shards // group):
+    for each in rounds(own, shards // size):
         rows, columns = max(m for _, m, _ in each), max(n for *_, n in each)
         longest = max(m * n for _, m, n in each)
-        total += 2 * longest * 2 / group * (shards - 1) / shards / far + 2 * model.latency
+        total += 2 * longest * 2 / size * (shards - 1) / shards / far + 2 * model.latency
         total += exchanges * (steps * 2 * 9 / 16 * rows**2 / near + (2 * steps + 1) * model.latency)
-        total += steps * (4 * rows**2 * columns / group + 2 * rows**3) / model.rate(2)
+        total += steps * (4 * rows**2 * columns / size + 2 * rows**3) / model.rate(2)
     results = sum(count * m * n * 2 / shards for count, m, n in own)
     return total + results * (replicas - 1) / from_replicas
 
@@ -109,7 +109,7 @@ def chosen(found: Any) -> str:
     """The sizes of the groups that a plan has, most matrices first."""
     groups: dict[int, int] = {}
     for row in found.rows:
-        groups[row.group] = groups.get(row.group, 0) + row.count
+        groups[row.group_size] = groups.get(row.group_size, 0) + row.count
     return ", ".join(str(g) for g in sorted(groups, key=lambda g: -groups[g]))
 
 
@@ -127,7 +127,7 @@ def main() -> None:
                 found = planned(sizes, mesh, model, "auto")
                 times = [
                     planned(sizes, mesh, model, "all_to_all").seconds,
-                    *(seconds_in_groups(sizes, mesh, group, model) for group in GROUPS),
+                    *(seconds_in_groups(sizes, mesh, size, model) for size in GROUPS),
                     found.seconds,
                 ]
                 cells = [f"{name}, {device}", " x ".join(f"{n:,}" for n in mesh)]

@@ -94,7 +94,7 @@ def test_the_plan_shows_the_groups_and_what_they_own(name):
     sizes, leaves, group = MESHES[name]
     rows = [row for row in planned(name).rows if row.strategy == "groups"]
     assert {leaf for row in rows for leaf in row.leaves} == set(leaves) - {"fused"}
-    assert {row.group for row in rows} == {group}
+    assert {row.group_size for row in rows} == {group}
     assert f"of {group} devices, which split each" in rows[0].reason
     for number in {row.round for row in rows}:
         of_round = [row for row in rows if row.round == number]
@@ -252,8 +252,8 @@ def test_gram_matrices_are_sent_in_float16_where_matmuls_have_half_precision(
     mesh: Any = AbstractMesh((8,), ("f",))
     found = plan(shape, NamedSharding(mesh, P("f")), ns_coeffs=FAST, **options)
     (row,) = found.rows
-    exchanges = int(math.log2(row.group))
-    slices = 2 * 8 * 48 // row.group * jnp.dtype(row.dtype).itemsize * 7 // 8
+    exchanges = int(math.log2(row.group_size))
+    slices = 2 * 8 * 48 // row.group_size * jnp.dtype(row.dtype).itemsize * 7 // 8
     assert found.bytes == slices + exchanges * (
         len(sent) // exchanges * (36 * width + 4 * (width == 2)) + 4
     )

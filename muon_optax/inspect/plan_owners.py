@@ -17,19 +17,24 @@ def owners_of(work_slice: WorkSlice, leaf: BoundLeaf) -> tuple[int, ...]:
 
     Of full rounds nothing, as every device owns as many.
     """
-    axes, first, group = work_slice.replica_axes, work_slice.first_owner, work_slice.strategy.group
-    repeats = work_slice.repeats
-    matrices = ShardedMatrices(leaf, work_slice.count, axes, first, repeats=repeats, group=group)
-    is_rest = work_slice.count < matrices.shards * matrices.replicas // group
+    matrices = ShardedMatrices(
+        leaf,
+        work_slice.count,
+        work_slice.replica_axes,
+        work_slice.first_owner,
+        repeats=work_slice.repeats,
+        group_size=work_slice.strategy.group_size,
+    )
+    is_rest = work_slice.count < matrices.shards * matrices.replicas // matrices.group_size
     return matrices.owners if work_slice.strategy.has_owners and is_rest else ()
 
 
-def owners_text(owners: Iterable[int], group: int = 1) -> str:
+def owners_text(owners: Iterable[int], group_size: int = 1) -> str:
     """The owners, for a table.
 
     Args:
       owners: their numbers, or those of the first device of each group.
-      group: devices that own a matrix together.
+      group_size: devices that own a matrix together.
 
     Returns:
       The numbers of all.
@@ -38,7 +43,7 @@ def owners_text(owners: Iterable[int], group: int = 1) -> str:
       >>> owners_text((0, 1, 2, 5)), owners_text((4, 6), 2)
       ('owners 0-2, 5', 'owners 4-7')
     """
-    return f"owners {_ranges(sorted(i + k for i in owners for k in range(group)))}"
+    return f"owners {_ranges(sorted(i + k for i in owners for k in range(group_size)))}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

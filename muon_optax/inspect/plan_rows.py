@@ -62,7 +62,7 @@ class PlanRow:
       owners: where there are fewer matrices than owners, those of each, numbered along
         `share_axes` and then along the mesh axes in `spec`, in the mesh's order; of a group, the
         first device.
-      group: how many devices own a matrix together, each of them a part of its long side.
+      group_size: how many devices own a matrix together, each of them a part of its long side.
       repeats: how many replicas work on the same matrix, where there are fewer matrices than
         replicas; each sends a part of the result to all.
     """
@@ -84,7 +84,7 @@ class PlanRow:
     period: int = 1
     round: int | None = None
     owners: tuple[int, ...] = ()
-    group: int = 1
+    group_size: int = 1
     repeats: int = 1
 
     @property
@@ -302,7 +302,7 @@ def _planned_rows(
             if work_slice.repeats > 1:
                 reasons.insert(1, f"each on {work_slice.repeats} replicas")
             if work_slice.round is not None:
-                reasons.insert(1, owners_text(owners, work_slice.strategy.group))
+                reasons.insert(1, owners_text(owners, work_slice.strategy.group_size))
             rows.append((_row(work_slice, members, owners, "; ".join(reasons)), bucket.leaf))
     return model, rows
 
@@ -327,7 +327,7 @@ def _row(
         reason=reason,
         round=work_slice.round,
         owners=owners,
-        group=work_slice.strategy.group,
+        group_size=work_slice.strategy.group_size,
         repeats=work_slice.repeats,
     )
 

@@ -176,7 +176,13 @@ class ExecutionOptions:
         kinds = {_device_kind(leaf.sharding) for leaf in leaves} - {None}
         device = device_model(self.device, next(iter(kinds), None))
         limit = self.max_workspace_bytes
-        return device, plan_leaves(tuple(leaves), orthogonalizer.newton_schulz, device, limit)
+        return device, plan_leaves(
+            tuple(leaves),
+            orthogonalizer.newton_schulz,
+            device,
+            limit,
+            adaptive=orthogonalizer.adaptive,
+        )
 
     def exceeded_by(self, work_slice: WorkSlice, leaf: BoundLeaf) -> int | None:
         """Bytes of workspace that one matrix at a time takes, where that exceeds the bound."""

@@ -14,6 +14,7 @@ from muon_optax.sharding.planning.shared_rounds import OpenRound, OpenRounds
 from muon_optax.sharding.planning.workload import Workload
 from muon_optax.sharding.runtime.orthogonalizer import group_size
 from muon_optax.sharding.strategies import STRATEGIES, Strategy
+from muon_optax.sharding.strategies.groups import Groups
 
 __all__ = ["Allowed", "Chooser", "Sharing"]
 
@@ -39,7 +40,7 @@ class Allowed(NamedTuple):
 
     sharing: Sharing = "none"
     repeats: bool = False
-    groups: Strategy | None = None
+    groups: Groups | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +91,12 @@ class Chooser:
     def _strategies(self, count: int, workload: Workload) -> list[Strategy]:
         """The one that is asked for, or those that 'auto' weighs."""
         is_divided = workload.replica_axes == self.workload.replica_axes
-        groups = self.allowed.groups if is_divided and count < workload.owners else None
+        groups: list[Strategy] = []
+        if self.allowed.groups and is_divided and count < workload.owners:
+            groups.append(dataclasses.replace(self.allowed.groups, method=workload.method))
         possible = [
             s
-            for s in (*([groups] if groups else []), *STRATEGIES.values())
+            for s in (*groups, *STRATEGIES.values())
             if s.why_impossible(self.leaf, self.workload.newton_schulz) is None
             and (s.communicates or not workload.replica_axes)
         ]
@@ -174,7 +177,7 @@ class Chooser:
         return [1] if most == 1 else [1, most]
 
     def _can_repeat(self, strategy: Strategy) -> bool:
-        return self.allowed.repeats and strategy.group == 1
+        return self.allowed.repeats and strategy.group_size == 1
 
     def _rows_fit(self, work_slice: WorkSlice) -> bool:
         """Whether the workspace has room for the rows of replicas that have nothing to send."""
@@ -189,7 +192,7 @@ class Chooser:
         one get theirs in one flat array, which is cut then. Groups work on padded matrices, of
         which the workspace must hold one besides.
         """
-        if strategy.group > 1:
+        if strategy.group_size > 1:
             padded = strategy.padded_workload(into.padded, workload)
             matrix = padded.rows * padded.columns * padded.itemsize
             if strategy.least_workspace(matrix) > self.budget:
@@ -223,7 +226,7 @@ class Chooser:
     def _slice(
         self, strategy: Strategy, start: int, count: int, workload: Workload, repeats: int = 1
     ) -> WorkSlice:
-        skips = strategy.has_owners and strategy.group == 1 and count < workload.owners
+        skips = strategy.has_owners and strategy.group_size == 1 and count < workload.owners
         return WorkSlice(
             start,
             count,
@@ -255,7 +258,7 @@ class Chooser:
             elements = workload.rows * workload.columns
             at_once = min(at_once, group_size(count, elements, self.device.batch_elements))
         round_size = strategy.round_size(workload)
-        if strategy.group > 1:
+        if strategy.group_size > 1:
             return round_size
         if at_once * round_size >= count:
             return count

@@ -67,7 +67,7 @@ def estimate(
         padded, collectives = strategy.padded_workload(padded_before, workload), 0
         received = _growth(strategy.received_bytes, padded_before, padded)
         summed = _growth(strategy.summed_bytes, padded_before, padded)
-        if strategy.group > 1:
+        if strategy.group_size > 1:
             flops = _growth(strategy.flops, padded_before, padded)
     sizes = dict(workload.sizes)
     seconds = (
@@ -78,8 +78,8 @@ def estimate(
         + device.latency * collectives
     )
     if summed:
-        group = strategy.group
-        seconds += summed / device.bandwidth_in_groups(workload.shard_axes, sizes, group)
+        size = strategy.group_size
+        seconds += summed / device.bandwidth_in_groups(workload.shard_axes, sizes, size)
     return Cost(received + gathered + summed + from_replicas, flops, seconds)
 
 

@@ -80,7 +80,7 @@ class DeviceModel:
         return min(found)
 
     def bandwidth_in_groups(
-        self, axes: tuple[str, ...], sizes: dict[str, int], group: int
+        self, axes: tuple[str, ...], sizes: dict[str, int], group_size: int
     ) -> float:
         """Bytes/s within groups of so many devices that follow one another along mesh axes.
 
@@ -93,12 +93,12 @@ class DeviceModel:
         names = list(sizes)
         numbers = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
         order = [*(a for a in names if a not in axes), *axes]
-        grouped = numbers.transpose([names.index(a) for a in order]).reshape(-1, group)
+        grouped = numbers.transpose([names.index(a) for a in order]).reshape(-1, group_size)
         nodes = grouped // self.node_size
         own = self.bandwidth if (nodes == nodes[:, :1]).all() else self.slow_bandwidth
         given, found, inner = dict(self.axis_bandwidth), [], 1
         for axis in reversed(axes):
-            if inner < group and sizes[axis] > 1:
+            if inner < group_size and sizes[axis] > 1:
                 found.append(given.get(axis, own))
             inner *= sizes[axis]
         return min(found, default=own)

@@ -17,6 +17,7 @@ from typing import get_args
 
 import jax.numpy as jnp
 
+from muon_optax._internal.dtypes import wide_dtype
 from muon_optax._internal.tree_paths import raise_all
 from muon_optax.orthogonalization import NewtonSchulz, resolve_schedule
 from muon_optax.sharding.bound_leaf import BoundLeaf
@@ -51,6 +52,8 @@ def plan_leaves(
     newton_schulz: NewtonSchulz | None,
     device: DeviceModel,
     max_workspace_bytes: int | None = None,
+    *,
+    adaptive: bool = False,
 ) -> tuple[Bucket, ...]:
     """Chooses a strategy for every leaf.
 
@@ -60,6 +63,7 @@ def plan_leaves(
       device: the device model that decides.
       max_workspace_bytes: bound of one chunk's workspace on a device; None is the larger of 256 MiB
         and six times the largest matrix.
+      adaptive: as in `Orthogonalizer`.
 
     Returns:
       The buckets, costliest matrices first.
@@ -68,7 +72,7 @@ def plan_leaves(
       ValueError: listing the leaves whose sharding rules out the strategy asked for.
     """
     filled = {i: leaf for i, leaf in enumerate(leaves) if math.prod(leaf.view.shape)}
-    workloads = {leaf.key: _workload(leaf, newton_schulz) for leaf in filled.values()}
+    workloads = {leaf.key: _workload(leaf, newton_schulz, adaptive) for leaf in filled.values()}
     largest = max((w.matrix_bytes for w in workloads.values()), default=0)
     budget = max_workspace_bytes or max(_LEAST_WORKSPACE, _WORKSPACE_MATRICES * largest)
     _check_strategies(filled.values(), newton_schulz)
@@ -222,7 +226,7 @@ def _is_worth(plan: Sequence[Bucket], plainer: Sequence[Bucket], device: DeviceM
     return seconds - _seconds_of(plan) > max(least, device.latency)
 
 
-def _workload(leaf: BoundLeaf, newton_schulz: NewtonSchulz | None) -> Workload:
+def _workload(leaf: BoundLeaf, newton_schulz: NewtonSchulz | None, adaptive: bool) -> Workload:
     """The work on a leaf's bucket, divided over all replicas that can divide it."""
     rows, columns = sorted((leaf.view.fan_in, leaf.view.fan_out))
     dtype = jnp.dtype(leaf.dtype)
@@ -230,7 +234,8 @@ def _workload(leaf: BoundLeaf, newton_schulz: NewtonSchulz | None) -> Workload:
     counted = newton_schulz or NewtonSchulz(resolve_schedule())
     flops = sum(k * counted.flops(m, n, dtype) for k, m, n in leaf.view.dense_matrices)
     method = counted.chosen_method(rows, columns, dtype)
-    mesh = leaf.sharding.mesh
+    mesh, wide = leaf.sharding.mesh, wide_dtype(dtype)
+    largest_entry = jnp.finfo(wide).bits // 8  # a real number of complex matrices, too
     return Workload(
         rows,
         columns,
@@ -243,6 +248,7 @@ def _workload(leaf: BoundLeaf, newton_schulz: NewtonSchulz | None) -> Workload:
         gathered_axes=leaf.gathered_axes,
         method=method,
         sent_gram_itemsize=counted.sent_gram_dtype(method, dtype).itemsize,
+        sent_scalars=(largest_entry, wide.itemsize) if adaptive else (largest_entry,),
     )
 
 

@@ -51,18 +51,19 @@ class OpenRounds:
     def take(self, work_slice: WorkSlice, leaf: BoundLeaf, workload: Workload) -> int:
         """Puts a rest into its round, or makes one; returns the number."""
         each = -(-work_slice.count // workload.replicas)
-        padded, group = workload, work_slice.strategy.group
+        padded, group_size = workload, work_slice.strategy.group_size
         number = len(self._rounds) if work_slice.round is None else work_slice.round
         kind = _kind(work_slice.strategy, leaf, workload)
         results = work_slice.count * workload.result_bytes
-        path, free = leaf.path, workload.shards // group
+        path, free = leaf.path, workload.shards // group_size
         if work_slice.round is not None:
             before = self._rounds[number]
             path, free = before.first_leaf, before.free
             padded = work_slice.strategy.padded_workload(before.padded, workload)
             results += before.results
         replica, shard = divmod(work_slice.first_owner, workload.shards)
-        next_owner = replica * workload.shards + (shard + each * group) % workload.shards
+        shard = (shard + each * group_size) % workload.shards
+        next_owner = replica * workload.shards + shard
         self._rounds[number] = OpenRound(
             number, path, kind, next_owner, free - each, padded, results
         )
@@ -70,9 +71,7 @@ class OpenRounds:
 
 
 def _kind(strategy: Strategy, leaf: BoundLeaf, workload: Workload) -> tuple:
-    kind = strategy, leaf.round_key, workload.replica_axes
-    # All groups take part in the same sums over groups, so that a round has one method.
-    return kind if strategy.group == 1 else (*kind, workload.method)
+    return strategy, leaf.round_key, workload.replica_axes
 
 
 def numbered(buckets: Sequence[Bucket]) -> list[Bucket]:

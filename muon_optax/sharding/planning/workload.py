@@ -24,6 +24,8 @@ class Workload:
       method: the method of the iteration for a matrix of this shape.
       sent_gram_itemsize: bytes of an entry of the Gram matrices that groups of devices send; see
         `NewtonSchulz.sent_gram_dtype`.
+      sent_scalars: bytes of each scalar of a matrix that groups of devices send: its largest entry
+        and, with `adaptive`, its inner product with the result.
       sent_elements: elements that a matrix is padded to where it is sent, if not rows * columns.
     """
 
@@ -38,6 +40,7 @@ class Workload:
     gathered_axes: tuple[str, ...] = ()
     method: Literal["standard", "gram"] = "standard"
     sent_gram_itemsize: int = 4
+    sent_scalars: tuple[int, ...] = (4,)
     sent_elements: int | None = None
 
     def count(self, axes: tuple[str, ...]) -> int:

@@ -217,7 +217,7 @@ def _way(work_slice: WorkSlice, leaf: BoundLeaf, count: int) -> tuple[Strategy, 
         work_slice.first_owner,
         work_slice.skips,
         work_slice.repeats,
-        work_slice.strategy.group,
+        work_slice.strategy.group_size,
     )
     # Matrices that one device has whole need no collective, whatever strategy was asked for.
     is_alone = matrices.shards * matrices.replicas == 1

@@ -16,4 +16,4 @@ __all__ = ["GROUPS", "LOCAL", "STRATEGIES", "Strategy"]
 LOCAL = Local()
 STRATEGIES: dict[str, Strategy] = {s.name: s for s in (AllToAll(), Gather(), LOCAL, Gram())}
 # Weighed by 'auto' in plans of their own, where there are more devices than matrices.
-GROUPS: tuple[Strategy, ...] = (Groups(2), Groups(4), Groups(8))
+GROUPS = (Groups(2), Groups(4), Groups(8))

@@ -33,9 +33,9 @@ class Strategy(abc.ABC):
         matrices can be used.
       copies_held: for each matrix that a device works on, how many of its size it holds at once:
         as slices and whole, before and after, or one where results replace their input.
-      group: how many devices own a matrix together. Above 1, they need collectives in the middle of
-        the work, in which all devices must take part: each works on a matrix that is padded to the
-        largest sizes of its round, or on zeros.
+      group_size: how many devices own a matrix together. Above 1, they need collectives in the
+        middle of the work, in which all devices must take part: each works on a matrix that is
+        padded to the largest sizes of its round, or on zeros.
     """
 
     name: ClassVar[str]
@@ -44,7 +44,7 @@ class Strategy(abc.ABC):
     communicates: ClassVar[bool] = True
     needs_newton_schulz: ClassVar[bool] = False
     copies_held: ClassVar[int] = 4
-    group: int = 1
+    group_size: int = 1
 
     # Planning
 
@@ -82,7 +82,7 @@ class Strategy(abc.ABC):
 
         The chunks before and after, which are on their way, take a copy each.
         """
-        return (self.copies_held + 2) * matrix_bytes // self.group
+        return (self.copies_held + 2) * matrix_bytes // self.group_size
 
     @abc.abstractmethod
     def flops(self, count: int, workload: Workload) -> int:

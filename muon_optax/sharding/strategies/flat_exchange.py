@@ -91,7 +91,7 @@ class FlatExchange:
         """For each device the index in `kinds` of its matrix; without one, the number of kinds."""
         found = np.full(self._first.shards * self._first.replicas, len(self.kinds), np.int32)
         for i, kind in enumerate(self.kinds):
-            for member in range(kind.group):
+            for member in range(kind.group_size):
                 found[np.array(kind.owners) + member] = i
         return found
 
@@ -143,7 +143,7 @@ class FlatExchange:
         """The rows of each kind, without padding."""
         start = 0
         for kind in self.kinds:
-            end = start + kind.per_replica * kind.group
+            end = start + kind.per_replica * kind.group_size
             yield kind, rows[start:end, : math.prod(kind.part.block)]
             start = end
 

@@ -7,6 +7,7 @@ In every step they sum their Gram matrices, and each computes the same factor of
 
 import dataclasses
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +37,13 @@ class Groups(AllToAll):
     of its passes, and divides its matmuls with X by g.
 
     Attributes:
-      group: g, the number of devices in a group, a power of two.
+      group_size: g, the number of devices in a group, a power of two.
+      method: that of the iteration, one for all matrices of a round, as all groups take part in the
+        same sums.
     """
 
-    group: int
+    group_size: int
+    method: Literal["standard", "gram"] = "standard"
 
     name = "groups"
     needs_newton_schulz = True
@@ -50,28 +54,27 @@ class Groups(AllToAll):
             return "a function of the user's needs whole matrices"
         if len(view.block_sizes) > 1 or view.tiles != (1, 1) or view.nonzero:
             return "blocks are cut from whole matrices"
-        if shards == 1 or shards % self.group:
-            return f"the devices must be whole groups of {self.group}"
-        if axis_to_cut(leaf, self.group) is None:
-            return f"slices can't be cut in {self.group} along the long side"
+        if shards == 1 or shards % self.group_size:
+            return f"the devices must be whole groups of {self.group_size}"
+        if axis_to_cut(leaf, self.group_size) is None:
+            return f"slices can't be cut in {self.group_size} along the long side"
         return None
 
     def received_bytes(self, count: int, workload: Workload) -> int:
-        each = 2 * workload.slice_bytes * (workload.shards - 1) // self.group
+        each = 2 * workload.slice_bytes * (workload.shards - 1) // self.group_size
         return self._rounds(count, workload) * each
 
     def gathered_bytes(self, count: int, workload: Workload) -> int:
         return Strategy.gathered_bytes(self, count, workload)
 
     def summed_bytes(self, count: int, workload: Workload) -> int:
-        """The triangles of Gram matrices, and once the largest entry, in float32 at least.
+        """The triangles of Gram matrices, and the scalars once.
 
         With each triangle in float16 goes its scale, in float32.
         """
         itemsize = workload.sent_gram_itemsize
         triangle = triangle_entries(workload.rows) * itemsize + (4 if itemsize < 4 else 0)
-        largest_entry = max(4, workload.itemsize)
-        sent = _sums(workload) * triangle + largest_entry
+        sent = self._sums(workload) * triangle + sum(workload.sent_scalars)
         return self._rounds(count, workload) * self._exchanges * sent
 
     def padded_workload(self, one: Workload, other: Workload) -> Workload:
@@ -85,24 +88,25 @@ class Groups(AllToAll):
     def flops(self, count: int, workload: Workload) -> int:
         m, n, iteration = workload.rows, workload.columns, workload.newton_schulz
         assert iteration is not None
-        if workload.method == "gram":
+        if self.method == "gram":
             with_slices, steps = iteration.gram_flops(m, n, is_half=workload.itemsize < 4)
-            each = with_slices // self.group + steps
+            each = with_slices // self.group_size + steps
         else:
-            each = len(workload.schedule.rows) * (4 * m**2 * n // self.group + 2 * m**3)
+            each = len(workload.schedule.rows) * (4 * m**2 * n // self.group_size + 2 * m**3)
         return self._rounds(count, workload) * each
 
     def collectives(self, count: int, workload: Workload) -> int:
         each = 1 if workload.sent_gram_itemsize >= 4 else 2  # the triangle, and its scale
-        return 2 + bool(workload.gathered_axes) + self._exchanges * (_sums(workload) * each + 1)
+        exchanged = self._sums(workload) * each + len(workload.sent_scalars)
+        return 2 + bool(workload.gathered_axes) + self._exchanges * exchanged
 
     def round_size(self, workload: Workload) -> int:
-        return workload.owners // self.group
+        return workload.owners // self.group_size
 
     def reason(self, leaf: BoundLeaf, count: int, workload: Workload) -> str:
         matrices = "matrix" if count == 1 else "matrices"
         groups = self.round_size(workload)
-        owners = f"{groups} group{'s' * (groups > 1)} of {self.group} devices"
+        owners = f"{groups} group{'s' * (groups > 1)} of {self.group_size} devices"
         return f"{count} {matrices} for {owners}, which split each"
 
     def receive(self, matrices: ShardedMatrices, x: jax.Array) -> jax.Array:
@@ -117,21 +121,20 @@ class Groups(AllToAll):
         return self.shared((matrices,)).send(y)[0]
 
     def shared(self, kinds: tuple[ShardedMatrices, ...]) -> "GroupExchange":
-        return GroupExchange(kinds)
+        return GroupExchange(kinds, self.method)
 
     @property
     def _exchanges(self) -> int:
         """Exchanges of an all-reduce over a group: log2(g)."""
-        return self.group.bit_length() - 1
+        return self.group_size.bit_length() - 1
 
     def _rounds(self, count: int, workload: Workload) -> int:
-        return -(-count * self.group // workload.shards)
+        return -(-count * self.group_size // workload.shards)
 
-
-def _sums(workload: Workload) -> int:
-    """How many Gram matrices are summed over a group for one matrix."""
-    schedule = workload.schedule
-    return schedule.passes if workload.method == "gram" else len(schedule.rows)
+    def _sums(self, workload: Workload) -> int:
+        """How many Gram matrices are summed over a group for one matrix."""
+        schedule = workload.schedule
+        return schedule.passes if self.method == "gram" else len(schedule.rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,23 +145,26 @@ class GroupExchange(FlatExchange):
     the middle of the iteration. So all devices iterate on matrices of the largest sizes, padded
     with zero rows and columns, which Newton-Schulz keeps zero. Only cutting the flat slices before
     and after is a branch. Devices without a matrix iterate on zeros.
+
+    Attributes:
+      method: as of `Groups`.
     """
+
+    method: Literal["standard", "gram"]
 
     def orthogonalize(self, x: jax.Array, orthogonalizer: Orthogonalizer) -> jax.Array:
         """Orthogonalises this device's part of the matrix of its group."""
-        iteration, view = orthogonalizer.newton_schulz, self._first.leaf.view
+        iteration, first = orthogonalizer.newton_schulz, self._first
         assert iteration is not None
-        # The planner puts only matrices of one method in a round.
-        method = iteration.chosen_method(view.fan_in, view.fan_out, x.dtype)
-        dtype = iteration.sent_gram_dtype(method, x.dtype)
-        groups = DeviceGroups(self._first.leaf.shard_axes, self._first.shards, self._first.group)
+        dtype = iteration.sent_gram_dtype(self.method, x.dtype)
+        groups = DeviceGroups(first.leaf.shard_axes, first.shards, first.group_size)
         collectives = GramCollectives(
             maximum=lambda v: groups.all_reduce(jax.lax.stop_gradient(v), maximum),
             reduce=lambda a: groups.all_reduce_gram(a, dtype),
         )
         wide = self._by_kind(self._wide, x)
         y = orthogonalizer.slices(
-            wide, -1, collectives, lambda v: groups.all_reduce(v, add), method
+            wide, -1, collectives, lambda v: groups.all_reduce(v, add), self.method
         )
         return self._by_kind(self._flat, y)
 
@@ -191,4 +197,4 @@ def _is_tall(kind: ShardedMatrices) -> bool:
 def _wide_sizes(kind: ShardedMatrices) -> tuple[int, int]:
     """Rows and columns of the part of a matrix that a device gets, its long side second."""
     m, n = sorted((kind.leaf.view.fan_in, kind.leaf.view.fan_out))
-    return m, n // kind.group
+    return m, n // kind.group_size

@@ -31,8 +31,8 @@ class ShardedMatrices:
       skips: whether devices without a matrix do nothing; if not, they work on zeros.
       repeats: how many replicas, next to each other, work on the same matrix. Each sends a part of
         the result to all replicas, where else many of them would send zeros.
-      group: how many neighbouring shards own a matrix together. Each gets a part of every slice,
-        cut along the long side, and so 1/group of the matrix.
+      group_size: how many neighbouring shards own a matrix together. Each gets a part of every
+        slice, cut along the long side, and so 1/group_size of the matrix.
     """
 
     leaf: BoundLeaf
@@ -41,7 +41,7 @@ class ShardedMatrices:
     first_owner: int = 0
     skips: bool = False
     repeats: int = 1
-    group: int = 1
+    group_size: int = 1
 
     @property
     def shards(self) -> int:
@@ -71,38 +71,38 @@ class ShardedMatrices:
     @property
     def owners(self) -> tuple[int, ...]:
         """The owners of each of fewer matrices than owners: of a group the first device."""
-        groups = _Owners(self.shards // self.group, self.replicas)
-        first = rest_owners(self.first_owner // self.group, self.count, groups, self.repeats)
-        return tuple((first * self.group).tolist())
+        groups = _Owners(self.shards // self.group_size, self.replicas)
+        first = rest_owners(self.first_owner // self.group_size, self.count, groups, self.repeats)
+        return tuple((first * self.group_size).tolist())
 
     @functools.cached_property
     def part(self) -> "ShardedMatrices":
-        """The matrices of which the devices of a group each have one: 1/group of the long side."""
-        if self.group == 1:
+        """The matrices of which the devices of a group each have one: a part of the long side."""
+        if self.group_size == 1:
             return self
-        leaf, axis = self.leaf, axis_to_cut(self.leaf, self.group)
-        shape = tuple(n // self.group if a == axis else n for a, n in enumerate(leaf.shape))
+        leaf, axis = self.leaf, axis_to_cut(self.leaf, self.group_size)
+        shape = tuple(n // self.group_size if a == axis else n for a, n in enumerate(leaf.shape))
         view = dataclasses.replace(leaf.view, shape=shape)
         view = dataclasses.replace(view, block_sizes=(view.fan_out,))
         sharding = dataclasses.replace(leaf.sharding, shape=shape)
         return dataclasses.replace(
-            self, leaf=dataclasses.replace(leaf, view=view, sharding=sharding), group=1
+            self, leaf=dataclasses.replace(leaf, view=view, sharding=sharding), group_size=1
         )
 
     def to_parts(self, x: jax.Array) -> jax.Array:
-        """Slices (count, *block) -> their parts (count * group, *part.block), matrix by matrix."""
-        if self.group == 1:
+        """Slices (count, *block) -> the parts of each (count * group_size, *part.block)."""
+        if self.group_size == 1:
             return x
         dim = self._cut_dim
-        cut = (self.group, x.shape[dim] // self.group)
+        cut = (self.group_size, x.shape[dim] // self.group_size)
         x = x.reshape(*x.shape[:dim], *cut, *x.shape[dim + 1 :])
         return jnp.moveaxis(x, dim, 1).reshape(-1, *self.part.block)
 
     def from_parts(self, parts: jax.Array) -> jax.Array:
         """Undoes `to_parts`."""
-        if self.group == 1:
+        if self.group_size == 1:
             return parts
-        x = parts.reshape(-1, self.group, *parts.shape[1:])
+        x = parts.reshape(-1, self.group_size, *parts.shape[1:])
         return jnp.moveaxis(x, 1, self._cut_dim).reshape(-1, *self.block)
 
     @functools.cached_property
@@ -216,7 +216,7 @@ class ShardedMatrices:
     @property
     def _cut_dim(self) -> int:
         """The dim of stacked slices along which these are cut for a group."""
-        axis = axis_to_cut(self.leaf, self.group)
+        axis = axis_to_cut(self.leaf, self.group_size)
         assert axis is not None
         return 1 + self.leaf.view.stack_axes.index(axis)
 
