@@ -1,5 +1,6 @@
 """Runs a transformation over some gradients."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,6 +16,17 @@ def first_update(tx: Any, grads: Any, params: Any = None, *, jit: bool = False) 
     params = grads if params is None else params
     first = lambda grads, params: tx.update(grads, tx.init(params), params)[0]  # noqa: E731
     return (jax.jit(first) if jit else first)(grads, params)
+
+
+def first_updates(txs: Mapping[str, Any], grads: Any) -> Any:
+    """The first updates by each of several transformations, made by one program."""
+    return first_update(side_by_side(dict(txs)), dict.fromkeys(txs, grads), jit=True)
+
+
+def traced_update(tx: Any, grads: Any) -> tuple[str, Any, Any]:
+    """The Jaxpr of the first step, its update, and the state after it; it is traced once."""
+    first = jax.jit(lambda grads: tx.update(grads, tx.init(grads)))
+    return str(first.trace(grads).jaxpr), *first(grads)
 
 
 def run(tx: Any, params: Any, grads: Any, *, jit: bool = False) -> tuple[Any, Any, Any]:

@@ -21,7 +21,7 @@ from benchmarks.hlo import parse
 from muon_optax import BlockPeriodic, muon, scale_by_muon, scale_by_shape
 from muon_optax import MuonDimensionNumbers as Dims
 
-orthogonalize = functools.partial(reference.newton_schulz, rows=sharded.FAST)
+orthogonalize = functools.partial(reference.newton_schulz, rows=sharded.ONE_STEP)
 # Blocks that are whole on the devices of `variants_on_meshes`, where a leaf's blocks can be.
 ALIGNED = {
     "rows": (8, 2),
@@ -84,7 +84,7 @@ def case(blocks: Any, scale: Any = "match_rms_adamw", **options: Any) -> BlockCa
         kwargs = {"weight_dimension_numbers": views, "param_shardings": shardings}
         return optax.chain(
             scale_by_muon(
-                sharded.FAST,
+                sharded.ONE_STEP,
                 momentum="sum",
                 nesterov=options.get("nesterov", False),
                 bias_correction=False,
@@ -162,7 +162,7 @@ VIEWS: Any = {"up": Dims(0, 1), "down": Dims(0, 1), "stack": Dims(1, 2), "bias":
 
 
 def in_muon(blocks: Any = (4, 1), **options: Any) -> Any:
-    options = {"muon_weight_dimension_numbers": VIEWS, "ns_coeffs": sharded.FAST} | options
+    options = {"muon_weight_dimension_numbers": VIEWS, "ns_coeffs": sharded.ONE_STEP} | options
     periodic = BlockPeriodic(blocks, 3, 0.5)
     return muon(0.1, weight_decay=0.1, block_periodic=periodic, **options)
 
@@ -248,7 +248,7 @@ def test_every_step_is_whole_with_a_period_of_one():
 
 
 def test_steps_outside_of_jit_are_the_same():
-    tx = scale_by_muon(sharded.FAST, block_periodic=BlockPeriodic((2, 2), 2))
+    tx = scale_by_muon(sharded.ONE_STEP, block_periodic=BlockPeriodic((2, 2), 2))
     grads = [meshes.arrays(t, {"w": (4, 6)})["w"] for t in range(1, 4)]
     got, want = (run(tx, grads[0], grads, jit=jit)[0] for jit in (False, True))
     for g, w in zip(got, want, strict=True):
@@ -262,7 +262,9 @@ KINDS = (jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto)
 def test_meshes_with_axes_of_both_kinds(kinds):
     mesh = jax.make_mesh((2, 4), ("f", "t"), axis_types=kinds)
     where = jax.NamedSharding(mesh, P("f", "t"))
-    make = functools.partial(scale_by_muon, sharded.FAST, block_periodic=BlockPeriodic((2, 4), 2))
+    make = functools.partial(
+        scale_by_muon, sharded.ONE_STEP, block_periodic=BlockPeriodic((2, 4), 2)
+    )
     grads = [meshes.arrays(t, {"w": (16, 12)})["w"] for t in (1, 2, 3)]
     want, _, _ = run(make(), grads[0], grads, jit=True)
     placed = [jax.device_put(grad, where) for grad in grads]
@@ -288,7 +290,9 @@ def test_members_under_vmap(kind, blocks, inner):
     mesh = sharded.make_mesh(axes, kind)
     where = jax.NamedSharding(mesh, P("members", *inner))
     of_one = jax.NamedSharding(mesh, inner)
-    make = functools.partial(scale_by_muon, sharded.FAST, block_periodic=BlockPeriodic(blocks, 2))
+    make = functools.partial(
+        scale_by_muon, sharded.ONE_STEP, block_periodic=BlockPeriodic(blocks, 2)
+    )
     tx = make(param_shardings=None if kind == "explicit" else of_one)
     grads = [meshes.arrays(t, {"w": (2, 8, 12)})["w"] for t in (1, 2, 3)]
     state, updates = jax.jit(jax.vmap(tx.init))(jax.device_put(grads[0], where)), []
@@ -311,7 +315,7 @@ def test_zero_gradients_change_nothing():
 
 def test_empty_leaves_stay_empty():
     params = {"w": np.ones((4, 4), np.float32), "empty": np.ones((0, 4), np.float32)}
-    tx = scale_by_muon(sharded.FAST, block_periodic=BlockPeriodic((2, 2), 2))
+    tx = scale_by_muon(sharded.ONE_STEP, block_periodic=BlockPeriodic((2, 2), 2))
     for updates in run(tx, params, [params] * 2, jit=True)[0]:
         assert updates["empty"].shape == (0, 4)
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from muon_optax import MuonDimensionNumbers, scale_by_shape, state_shardings
 from muon_optax.transforms.namo import scale_by_namo
 
-orthogonalize = functools.partial(reference.newton_schulz, rows=sharded.FAST)
+orthogonalize = functools.partial(reference.newton_schulz, rows=sharded.ONE_STEP)
 OPTIONS: dict[str, dict[str, Any]] = {
     "namo": {},
     "namo_d": {"each": "input"},
@@ -30,7 +30,7 @@ def case(name: str) -> meshes.Case:
 
     def make(views, shardings):
         return scale_by_namo(
-            ns_coeffs=sharded.FAST,
+            ns_coeffs=sharded.ONE_STEP,
             weight_dimension_numbers=views,
             param_shardings=shardings,
             **options,
@@ -62,7 +62,7 @@ def test_decay_and_scale_are_multiplied_too_if_asked():
             optax.add_decayed_weights(0.1),
         )
         return scale_by_namo(
-            ns_coeffs=sharded.FAST, each=each, then=then, weight_dimension_numbers=views
+            ns_coeffs=sharded.ONE_STEP, each=each, then=then, weight_dimension_numbers=views
         )
 
     cases = {
@@ -87,7 +87,7 @@ def test_momentum_may_be_sharded_otherwise(tensor, kind, each):
     where = {name: jax.NamedSharding(mesh, spec) for name, spec in specs.items()}
     there = {name: jax.NamedSharding(mesh, P("data", "tensor")) for name in shapes}
     tx: Any = scale_by_namo(
-        ns_coeffs=sharded.FAST,
+        ns_coeffs=sharded.ONE_STEP,
         each=each,
         weight_dimension_numbers=views,
         param_shardings=where,
