@@ -18,7 +18,7 @@ def first_update(tx: Any, grads: Any, params: Any = None, *, jit: bool = False) 
     return (jax.jit(first) if jit else first)(grads, params)
 
 
-def first_updates(txs: Mapping[str, Any], grads: Any) -> Any:
+def first_updates(txs: Mapping[Any, Any], grads: Any) -> Any:
     """The first updates by each of several transformations, made by one program."""
     return first_update(side_by_side(dict(txs)), dict.fromkeys(txs, grads), jit=True)
 
@@ -40,7 +40,7 @@ def run(tx: Any, params: Any, grads: Any, *, jit: bool = False) -> tuple[Any, An
     return updates, state, params
 
 
-def side_by_side(pieces: dict[str, Any]) -> Any:
+def side_by_side(pieces: dict[Any, Any]) -> Any:
     """Updates each tree of a dict by its own transformation, so that one program serves for all."""
 
     def init(params: Any) -> Any:

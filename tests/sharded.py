@@ -186,8 +186,9 @@ def _steps(leaf: Leaf, grads: Sequence[np.ndarray]) -> tuple[Any, Any]:
     rounded = lambda x: x.astype(grads[0].dtype)  # noqa: E731
     momenta, updates = [], []
     for steps in zip(*map(leaf.blocks, grads), strict=True):
-        plain = {"nesterov": False, "bias_correction": False}
-        momenta.append(reference.mixes(steps, rounded=rounded, **plain))
+        momenta.append(
+            reference.mixes(steps, nesterov=False, bias_correction=False, rounded=rounded)
+        )
         mixes = reference.mixes(steps, rounded=rounded)
         updates.append([reference.newton_schulz(mix, FAST) for mix in mixes])
     return [*zip(*momenta, strict=True)], [*zip(*updates, strict=True)]
