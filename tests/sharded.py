@@ -126,12 +126,16 @@ def assert_sharded(x: Any, sharding: NamedSharding) -> None:
     assert x.sharding.is_equivalent_to(sharding, x.ndim), f"{x.sharding} is not {sharding}"
 
 
-def check(leaves: Leaves, mesh: Mesh, **options: Any) -> None:
-    """The first update on a mesh is that of whole matrices, and keeps the shardings."""
-    check_each(leaves, mesh, [options])
+def check(leaves: Leaves, mesh: Mesh, **options: Any) -> Any:
+    """The first update on a mesh is that of whole matrices, and keeps the shardings.
+
+    Returns:
+      The compiled program.
+    """
+    return check_each(leaves, mesh, [options])
 
 
-def check_each(leaves: Leaves, mesh: Mesh, cases: Sequence[Mapping[str, Any]]) -> None:
+def check_each(leaves: Leaves, mesh: Mesh, cases: Sequence[Mapping[str, Any]]) -> Any:
     """So it is with each of several options; one program makes the updates of all."""
     where, grads = shardings(leaves, mesh), gradients(leaves)
     txs = [scale_by_muon(FAST, weight_dimension_numbers=views(leaves), **c) for c in cases]
@@ -141,14 +145,16 @@ def check_each(leaves: Leaves, mesh: Mesh, cases: Sequence[Mapping[str, Any]]) -
         starts = [tx.init(grads) for tx in txs]
         return [(s, *tx.update(grads, s)) for tx, s in zip(txs, starts, strict=True)]
 
-    want = answers(leaves, grads)
-    for case, found in zip(cases, first_steps(jax.device_put(grads, where)), strict=True):
+    want, placed = answers(leaves, grads), jax.device_put(grads, where)
+    compiled = first_steps.lower(placed).compile()
+    for case, found in zip(cases, compiled(placed), strict=True):
         start, updates, state = found
         errors = {k: worst_error(leaf, updates[k], want[k]) for k, leaf in leaves.items()}
         assert all(error <= 1e-5 for error in errors.values()), (case, errors)
         for name, sharding in where.items():
             for x in (updates[name], start.mu[name], state.mu[name]):
                 assert_sharded(x, sharding)
+    return compiled
 
 
 def check_steps(leaves: Leaves, mesh: Mesh, dtypes: tuple[str, str | None], **options: Any) -> None:

@@ -108,21 +108,27 @@ def test_the_plan_shows_the_groups_and_what_they_own(name):
             assert all(f"owners {row.owners[0]}-" in row.reason for row in of_round)
 
 
+@functools.cache
+def checked_program(name, kind):
+    """The compiled first step, whose updates are those of whole matrices."""
+    sizes, leaves, _ = MESHES[name]
+    mesh = make_mesh(sizes, kind)
+    device = SLOW if kind == "explicit" else OVERLAPPING
+    where = sharded.shardings(leaves, mesh)
+    options = {"param_shardings": where, "device": device, "ns_method": "standard"}
+    return sharded.check(leaves, mesh, **options)
+
+
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 @pytest.mark.parametrize("name", MESHES)
 def test_updates_are_those_of_whole_matrices(name, kind):
-    sizes, leaves, _ = MESHES[name]
-    mesh = make_mesh(sizes, kind)
-    device = OVERLAPPING if kind == "explicit" else SLOW
-    where = sharded.shardings(leaves, mesh)
-    sharded.check(leaves, mesh, param_shardings=where, device=device, ns_method="standard")
+    checked_program(name, kind)
 
 
 @pytest.mark.parametrize("name", [name for name in MESHES if name != "beside_owners"])
 def test_what_is_sent_is_what_the_plan_says_and_none_is_in_a_branch(name):
     sizes, leaves, group = MESHES[name]
-    mesh, options = make_mesh(sizes), {"ns_coeffs": FAST, "ns_method": "standard"}
-    compiled = sharded.compile_update(leaves, mesh, device=SLOW, **options)
+    compiled = checked_program(name, "explicit")
     found, text = read_program(compiled), compiled.as_text()
     shown = planned(name)
     rounds = {"rounds": 3, "loop": 5, "two_rounds": 2, "fsdp_tp": 2}.get(name, 1)

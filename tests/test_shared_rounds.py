@@ -91,19 +91,25 @@ def test_the_plan_shows_one_round_and_who_owns_what(name):
     assert f"owners {rows[0].owners[0]}" in rows[0].reason
 
 
+@functools.cache
+def checked_program(name, kind):
+    """The compiled first step, whose updates are those of whole matrices."""
+    sizes, leaves = MESHES[name]
+    mesh = make_mesh(sizes, kind)
+    device = IN_NO_ORDER if kind == "explicit" else IN_ORDER
+    where = sharded.shardings(leaves, mesh)
+    return sharded.check(leaves, mesh, param_shardings=where, device=device)
+
+
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 @pytest.mark.parametrize("name", MESHES)
 def test_updates_are_those_of_whole_matrices(name, kind):
-    sizes, leaves = MESHES[name]
-    mesh = make_mesh(sizes, kind)
-    device = IN_ORDER if kind == "explicit" else IN_NO_ORDER
-    sharded.check(leaves, mesh, param_shardings=sharded.shardings(leaves, mesh), device=device)
+    checked_program(name, kind)
 
 
 @pytest.mark.parametrize("name", ["fsdp", "hsdp"])
 def test_one_round_is_two_collectives_and_none_is_in_a_branch(name):
-    sizes, leaves = MESHES[name]
-    compiled = sharded.compile_update(leaves, make_mesh(sizes), device=IN_NO_ORDER)
+    compiled = checked_program(name, "explicit")
     found, text = read_program(compiled), compiled.as_text()
     expected = {"all-to-all": 2} | ({"all-gather": 1} if name == "hsdp" else {})
     assert found.counts == expected
