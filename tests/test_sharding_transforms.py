@@ -192,42 +192,42 @@ def test_members_of_merged_and_cut_axes(kind, shape, view):
         assert sharded.worst_error(leaf, found, want) <= 1e-5
 
 
-@pytest.mark.parametrize("strategy", ["auto", "gather", "all_to_all"])
-def test_members_on_one_device_each_along_an_axis_of_size_one(strategy):
+def test_members_on_one_device_each_along_an_axis_of_size_one():
     mesh = make_mesh({"m": 8, "o": 1})
     leaf = Leaf((8, 8, 4, 32), P("m", None, "o"), MuonDimensionNumbers((1, 2), 3))
-    tx = scale_by_muon(
-        FAST, weight_dimension_numbers=MuonDimensionNumbers((0, 1), 2), strategy=strategy
-    )
-    x = leaf.gradient(0)
-    where = NamedSharding(mesh, leaf.spec)
-    step = jax.vmap(lambda g: tx.update(g, tx.init(g))[0])
-    updates = jax.jit(step)(jax.device_put(x, where))
+    x, where = leaf.gradient(0), NamedSharding(mesh, leaf.spec)
+    options: Any = {"weight_dimension_numbers": MuonDimensionNumbers((0, 1), 2)}
+    strategies = ("auto", "gather", "all_to_all")
+    txs = {s: scale_by_muon(FAST, strategy=s, **options) for s in strategies}
     want = sharded.answers({"w": leaf}, {"w": x})["w"]
-    assert sharded.worst_error(leaf, updates, want) <= 1e-5
-    sharded.assert_sharded(updates, where)
+    step = jax.jit(jax.vmap(lambda g: {s: first_update(tx, g) for s, tx in txs.items()}))
+    for strategy, update in step(jax.device_put(x, where)).items():
+        assert sharded.worst_error(leaf, update, want) <= 1e-5, strategy
+        sharded.assert_sharded(update, where)
 
 
 @pytest.mark.filterwarnings("ignore:max_workspace_bytes")  # one matrix at a time
-@pytest.mark.parametrize("spec", [P("m"), P("m", None, None, "f")])
 @pytest.mark.parametrize("kind", KINDS)
-def test_members_whose_results_are_written_to_a_place_of_their_own(kind, spec):
+def test_members_whose_results_are_written_to_a_place_of_their_own(kind):
+    """Members whose matrices are whole or sharded; one program updates both."""
     mesh = make_mesh({"m": 2, "f": 4}, kind)
-    leaf = Leaf((2, 9, 16, 32), spec, MuonDimensionNumbers(2, 3))
-    x = leaf.gradient(0)
-    inner = P(*tuple(spec)[1:])
-    tx = scale_by_muon(
-        FAST,
-        weight_dimension_numbers=STACK,
-        mu_dtype="bfloat16",
-        param_shardings=inner if kind == "auto" else None,
-        device=sharded.OVERLAPPING,
-        max_workspace_bytes=1,
-    )
-    step = jax.vmap(lambda g: tx.update(g, tx.init(g))[0])
-    updates = jax.jit(step)(jax.device_put(x, NamedSharding(mesh, spec)))
+    specs = (P("m"), P("m", None, None, "f"))
+    leaf = Leaf((2, 9, 16, 32), P(), MuonDimensionNumbers(2, 3))
+    x, steps = leaf.gradient(0), []
+    for spec in specs:
+        tx = scale_by_muon(
+            FAST,
+            weight_dimension_numbers=STACK,
+            mu_dtype="bfloat16",
+            param_shardings=P(*tuple(spec)[1:]) if kind == "auto" else None,
+            device=sharded.OVERLAPPING,
+            max_workspace_bytes=1,
+        )
+        steps.append(jax.vmap(lambda g, tx=tx: first_update(tx, g)))
+    step_both = jax.jit(lambda *xs: [step(x) for step, x in zip(steps, xs, strict=True)])
     want = sharded.answers({"w": leaf}, {"w": x})["w"]
-    assert sharded.worst_error(leaf, updates, want) <= 4e-2
+    for updates in step_both(*(jax.device_put(x, NamedSharding(mesh, spec)) for spec in specs)):
+        assert sharded.worst_error(leaf, updates, want) <= 4e-2
 
 
 @pytest.mark.parametrize(
