@@ -24,11 +24,12 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 # Programs are kept in a folder, where the other processes of a run and later runs find them: what
 # the library traces to has changed in few of them. A program's key has all that its code hangs on.
-_KEPT = {
+_OPTIONS = {
     "jax_compilation_cache_dir": str(Path(__file__).parents[1] / ".jax_cache"),
     "jax_persistent_cache_min_compile_time_secs": 0,
+    "jax_traceback_in_locations_limit": 0,  # no Python frames in programs, which take time to write
 }
-for name, value in _KEPT.items():
+for name, value in _OPTIONS.items():
     jax.config.update(name, value)  # pytest has imported JAX before, for its filter of warnings
     os.environ[name.upper()] = str(value)  # for processes that tests start
 

@@ -1,5 +1,6 @@
 """Runs a transformation over some gradients."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,6 +18,17 @@ def first_update(tx: Any, grads: Any, params: Any = None, *, jit: bool = False) 
     return (jax.jit(first) if jit else first)(grads, params)
 
 
+def first_updates(txs: Mapping[Any, Any], grads: Any) -> Any:
+    """The first updates by each of several transformations, made by one program."""
+    return first_update(side_by_side(dict(txs)), dict.fromkeys(txs, grads), jit=True)
+
+
+def traced_update(tx: Any, grads: Any) -> tuple[str, Any, Any]:
+    """The Jaxpr of the first step, its update, and the state after it; it is traced once."""
+    first = jax.jit(lambda grads: tx.update(grads, tx.init(grads)))
+    return str(first.trace(grads).jaxpr), *first(grads)
+
+
 def run(tx: Any, params: Any, grads: Any, *, jit: bool = False) -> tuple[Any, Any, Any]:
     """All updates of a training run, the last state and the last parameters."""
     state, updates = tx.init(params), []
@@ -28,7 +40,7 @@ def run(tx: Any, params: Any, grads: Any, *, jit: bool = False) -> tuple[Any, An
     return updates, state, params
 
 
-def side_by_side(pieces: dict[str, Any]) -> Any:
+def side_by_side(pieces: dict[Any, Any]) -> Any:
     """Updates each tree of a dict by its own transformation, so that one program serves for all."""
 
     def init(params: Any) -> Any:

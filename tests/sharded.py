@@ -14,6 +14,7 @@ from muon_optax import DeviceModel, MatrixView, MuonDimensionNumbers, scale_by_m
 
 # Two steps compile quickly; the iteration has tests of its own.
 FAST = ((2.0, -1.5, 0.5),) * 2
+ONE_STEP = FAST[:1]  # where only what is around the iteration is tested
 KINDS = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
 # A device whose matmuls take all the time: the cheapest plan then shares all work.
 SLOW = DeviceModel("slow", 1e9, 1e9, 1e12, latency=0.0, overlaps=False)
@@ -125,19 +126,78 @@ def assert_sharded(x: Any, sharding: NamedSharding) -> None:
     assert x.sharding.is_equivalent_to(sharding, x.ndim), f"{x.sharding} is not {sharding}"
 
 
-def check(leaves: Leaves, mesh: Mesh, **options: Any) -> None:
-    """The first update on a mesh is that of whole matrices, and keeps the shardings."""
+def check(leaves: Leaves, mesh: Mesh, **options: Any) -> Any:
+    """The first update on a mesh is that of whole matrices, and keeps the shardings.
+
+    Returns:
+      The compiled program.
+    """
+    return check_each(leaves, mesh, [options])
+
+
+def check_each(leaves: Leaves, mesh: Mesh, cases: Sequence[Mapping[str, Any]]) -> Any:
+    """So it is with each of several options; one program makes the updates of all."""
     where, grads = shardings(leaves, mesh), gradients(leaves)
-    tx = scale_by_muon(FAST, weight_dimension_numbers=views(leaves), **options)
-    placed = jax.device_put(grads, where)
-    start = jax.jit(tx.init)(placed)
-    updates, state = jax.jit(tx.update)(placed, start)
-    want = answers(leaves, grads)
-    errors = {k: worst_error(leaf, updates[k], want[k]) for k, leaf in leaves.items()}
-    assert all(error <= 1e-5 for error in errors.values()), errors
-    for name, sharding in where.items():
-        for x in (updates[name], start.mu[name], state.mu[name]):
-            assert_sharded(x, sharding)
+    txs = [scale_by_muon(FAST, weight_dimension_numbers=views(leaves), **c) for c in cases]
+
+    @jax.jit
+    def first_steps(grads: Any) -> Any:
+        starts = [tx.init(grads) for tx in txs]
+        return [(s, *tx.update(grads, s)) for tx, s in zip(txs, starts, strict=True)]
+
+    want, placed = answers(leaves, grads), jax.device_put(grads, where)
+    compiled = first_steps.lower(placed).compile()
+    for case, found in zip(cases, compiled(placed), strict=True):
+        start, updates, state = found
+        errors = {k: worst_error(leaf, updates[k], want[k]) for k, leaf in leaves.items()}
+        assert all(error <= 1e-5 for error in errors.values()), (case, errors)
+        for name, sharding in where.items():
+            for x in (updates[name], start.mu[name], state.mu[name]):
+                assert_sharded(x, sharding)
+    return compiled
+
+
+def check_steps(leaves: Leaves, mesh: Mesh, dtypes: tuple[str, str | None], **options: Any) -> None:
+    """Two steps of one program are those of whole matrices in float64.
+
+    Args:
+      leaves: what is updated.
+      mesh: where.
+      dtypes: of leaves and momentum, and of the iteration, or None for the same.
+      **options: of `scale_by_muon`.
+    """
+    own, where = dtypes[0], shardings(leaves, mesh)
+    tx: Any = scale_by_muon(
+        FAST, weight_dimension_numbers=views(leaves), ns_dtype=dtypes[1], **options
+    )
+    grads = [{k: g.astype(own) for k, g in gradients(leaves, seed).items()} for seed in (0, 7)]
+    want = {k: _steps(leaf, [grad[k] for grad in grads]) for k, leaf in leaves.items()}
+    update, state = jax.jit(tx.update, donate_argnums=(0, 1)), None
+    for t, grad in enumerate(grads):
+        placed = jax.device_put(grad, where)
+        state = jax.jit(tx.init)(placed) if state is None else state
+        got, state = update(placed, state)
+        for name, leaf in leaves.items():
+            mu, (momentum, updates) = state.mu[name], (x[t] for x in want[name])
+            assert got[name].dtype == mu.dtype == own
+            assert_sharded(mu, where[name])
+            error = reference.relative_error(mu, leaf.join(momentum))
+            assert error <= (1e-6 if own == "float32" else 2**-9)
+            bar = 1e-5 if dtypes == ("float32", None) else 4e-2
+            assert worst_error(leaf, got[name], updates) <= bar
+
+
+def _steps(leaf: Leaf, grads: Sequence[np.ndarray]) -> tuple[Any, Any]:
+    """Momentum and update of each matrix of a leaf, for each step; the momentum is rounded."""
+    rounded = lambda x: x.astype(grads[0].dtype)  # noqa: E731
+    momenta, updates = [], []
+    for steps in zip(*map(leaf.blocks, grads), strict=True):
+        momenta.append(
+            reference.mixes(steps, nesterov=False, bias_correction=False, rounded=rounded)
+        )
+        mixes = reference.mixes(steps, rounded=rounded)
+        updates.append([reference.newton_schulz(mix, FAST) for mix in mixes])
+    return [*zip(*momenta, strict=True)], [*zip(*updates, strict=True)]
 
 
 def compile_update(leaves: Leaves, mesh: Mesh, dtype: str = "float32", **options: Any) -> Any:

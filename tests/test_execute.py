@@ -1,5 +1,9 @@
 """Every strategy on every layout against whole matrices on one device, in float64."""
 
+import functools
+import itertools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +12,7 @@ import reference
 import sharded
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from running import first_update
+from running import first_update, first_updates, traced_update
 from sharded import FAST, STACK, Leaf, make_mesh
 
 from muon_optax import MatrixView, scale_by_muon
@@ -114,12 +118,12 @@ DECLARED = {
 }
 
 
-@pytest.mark.parametrize("form", DECLARED)
-def test_every_way_to_declare_a_layout(form):
+def test_every_way_to_declare_a_layout():
     leaves = {"a": Leaf(WIDE, P("f")), "b": Leaf(TALL, P("f"))}
     mesh = make_mesh({"f": 8}, "auto")
     where, grads = sharded.shardings(leaves, mesh), sharded.gradients(leaves)
-    sharded.check(leaves, mesh, param_shardings=DECLARED[form](where, grads))
+    cases = [{"param_shardings": declared(where, grads)} for declared in DECLARED.values()]
+    sharded.check_each(leaves, mesh, cases)
 
 
 @pytest.mark.parametrize("explicit", ["x", "y"])
@@ -143,18 +147,17 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["auto", "gather", "all_to_all", "gram"])
-def test_numbers_of_matrices_that_do_not_divide(strategy):
+def test_numbers_of_matrices_that_do_not_divide():
     leaves = {f"stack_{count}": leaf for count, leaf in COUNTS.items()}
-    sharded.check(leaves, make_mesh({"f": 8}), strategy=strategy)
+    cases = [{"strategy": strategy} for strategy in ("auto", *LONG_SIDE)]
+    sharded.check_each(leaves, make_mesh({"f": 8}), cases)
 
 
-@pytest.mark.parametrize("strategy", ["gather", "all_to_all"])
-def test_numbers_of_matrices_shared_over_replicas(strategy):
+def test_numbers_of_matrices_shared_over_replicas():
     leaves = {f"stack_{n}": Leaf((n, *WIDE), P(None, "f"), STACK) for n in (1, 5, 11)}
     leaves |= {f"whole_{n}": Leaf((n, *WIDE), P(), STACK) for n in (1, 5, 11)}
-    mesh = make_mesh({"r": 2, "f": 4})
-    sharded.check(leaves, mesh, strategy=strategy, device=sharded.SLOW)
+    cases = [{"strategy": strategy, "device": sharded.SLOW} for strategy in SHARDED]
+    sharded.check_each(leaves, make_mesh({"r": 2, "f": 4}), cases)
 
 
 def test_nineteen_leaves_of_one_shape_share_a_bucket():
@@ -177,11 +180,11 @@ def test_many_whole_leaves_are_joined_in_groups_of_one_size():
         assert reference.relative_error(update, reference.newton_schulz(matrix, FAST)) <= 1e-5
 
 
-@pytest.mark.parametrize("strategy", ["gather", "all_to_all", "gram"])
-def test_chunks_give_the_same_numbers(strategy):
+def test_chunks_give_the_same_numbers():
     leaves = {"a": COUNTS[19], "b": Leaf((6, *WIDE), P(None, None, "f"), STACK)}
     matrix = 4 * 16 * 32
-    sharded.check(leaves, make_mesh({"f": 8}), strategy=strategy, max_workspace_bytes=6 * matrix)
+    cases = [{"strategy": s, "max_workspace_bytes": 6 * matrix} for s in LONG_SIDE]
+    sharded.check_each(leaves, make_mesh({"f": 8}), cases)
 
 
 OBLONG = {
@@ -196,28 +199,33 @@ def by_strategy(leaf: Leaf) -> tuple[dict[str, Leaf], list[tuple[str, str]]]:
     return dict.fromkeys(LONG_SIDE, leaf), [(name, name) for name in LONG_SIDE]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"ns_coeffs": "jordan"},
-        {"ns_coeffs": "tight"},
-        {"ns_coeffs": "turbo"},
-        {"ns_coeffs": "polar_express", "ns_steps": 8},
-        {"ns_coeffs": "jordan", "adaptive": True},
-    ],
-    ids=lambda options: "_".join(map(str, options.values())),
-)
-def test_every_schedule_is_that_of_one_device(options):
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "jordan": {"ns_coeffs": "jordan"},
+    "tight": {"ns_coeffs": "tight"},
+    "turbo": {"ns_coeffs": "turbo"},
+    "polar_express": {"ns_coeffs": "polar_express", "ns_steps": 8},
+    "adaptive": {"ns_coeffs": "jordan", "adaptive": True},
+}
+
+
+@functools.cache
+def with_all_schedules() -> tuple[Any, Any]:
+    """Updates of `OBLONG` by schedule and strategy, and by schedule on one device."""
     views, grads = sharded.views(OBLONG), sharded.gradients(OBLONG)
-    alone = scale_by_muon(**options, ns_method="gram", weight_dimension_numbers=views)
-    want = first_update(alone, grads, jit=True)
+    make = functools.partial(scale_by_muon, weight_dimension_numbers=views)
+    alone = {k: make(**options, ns_method="gram") for k, options in SCHEDULES.items()}
+    on_mesh = {(k, s): make(**o, strategy=s) for k, o in SCHEDULES.items() for s in LONG_SIDE}
     placed = jax.device_put(grads, sharded.shardings(OBLONG, make_mesh({"f": 4, "r": 2})))
-    for strategy in LONG_SIDE:
-        tx = scale_by_muon(**options, strategy=strategy, weight_dimension_numbers=views)
-        got = first_update(tx, placed, jit=True)
-        for name, leaf in OBLONG.items():
-            error = sharded.worst_error(leaf, got[name], leaf.blocks(want[name]))
-            assert error <= 1e-5, (strategy, name)
+    return first_updates(on_mesh, placed), first_updates(alone, grads)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_is_that_of_one_device(schedule):
+    got, want = with_all_schedules()
+    for strategy, (name, leaf) in itertools.product(LONG_SIDE, OBLONG.items()):
+        update = got[schedule, strategy][name]
+        error = sharded.worst_error(leaf, update, leaf.blocks(want[schedule][name]))
+        assert error <= 1e-5, (strategy, name)
 
 
 @pytest.mark.parametrize("dtypes", [("bfloat16", None), ("float32", "bfloat16")])
@@ -229,7 +237,7 @@ def test_half_precision(dtypes):
     where = sharded.shardings(leaves, make_mesh({"f": 8}))
     placed = jax.device_put(dict.fromkeys(leaves, grads), where)
     tx = scale_by_muon(weight_dimension_numbers=STACK, ns_dtype=compute, strategy=rules)
-    updates, state = jax.jit(tx.update)(placed, jax.jit(tx.init)(placed))
+    _, updates, state = traced_update(tx, placed)
     want = sharded.answers({"w": leaf}, {"w": grads}, reference.JORDAN)["w"]
     for strategy, update in updates.items():
         assert sharded.worst_error(leaf, update, want) <= 4e-2, strategy
@@ -269,30 +277,25 @@ def test_what_is_not_finite_stays_in_its_own_matrix():
                 assert reference.relative_error(update, want[i]) <= 1e-5, strategy
 
 
-@pytest.mark.parametrize("strategy", ["gather", "all_to_all"])
-def test_what_a_function_makes_of_padding_does_not_leak(strategy):
+def test_what_a_function_makes_of_padding_does_not_leak():
     leaf = Leaf((11, *WIDE), P(None, "f"), STACK)
     x = leaf.gradient(0)
     placed = jax.device_put(x, sharded.shardings({"w": leaf}, make_mesh({"r": 2, "f": 4}))["w"])
-    tx = scale_by_muon(
-        orthogonalizer=lambda m: m / jnp.linalg.norm(m, axis=(1, 2), keepdims=True),  # 0/0
-        weight_dimension_numbers=STACK,
-        strategy=strategy,
-        device=sharded.SLOW,
-    )
-    update = first_update(tx, placed, jit=True)
+
+    def normalized(m):
+        return m / jnp.linalg.norm(m, axis=(1, 2), keepdims=True)  # 0/0 of padding
+
+    options: Any = {"weight_dimension_numbers": STACK, "device": sharded.SLOW}
+    txs = {s: scale_by_muon(orthogonalizer=normalized, strategy=s, **options) for s in SHARDED}
     want = [m / np.linalg.norm(m) for m in x.astype(np.float64)]
-    assert sharded.worst_error(leaf, update, want) <= 1e-5
+    for strategy, update in first_updates(txs, placed).items():
+        assert sharded.worst_error(leaf, update, want) <= 1e-5, strategy
 
 
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
-@pytest.mark.parametrize("count", [3, 8, 11])
-def test_a_function_may_return_a_constant(count, kind):
-    leaf = Leaf((count, *WIDE), P(None, "f"), STACK)
-    mesh = make_mesh({"r": 2, "f": 4}, kind)
-    where = sharded.shardings({"w": leaf}, mesh)["w"]
-    placed = jax.device_put(leaf.gradient(0), where)
-    constant = np.eye(*WIDE, dtype=np.float32)
+def test_a_function_may_return_a_constant(kind):
+    mesh, constant = make_mesh({"r": 2, "f": 4}, kind), np.eye(*WIDE, dtype=np.float32)
+    where = NamedSharding(mesh, P(None, "f"))
     tx = scale_by_muon(
         orthogonalizer=lambda m: jnp.broadcast_to(constant, m.shape),
         weight_dimension_numbers=STACK,
@@ -300,8 +303,9 @@ def test_a_function_may_return_a_constant(count, kind):
         strategy="all_to_all",
         device=sharded.SLOW,
     )
-    update, _ = jax.jit(tx.update)(placed, tx.init(placed))
-    np.testing.assert_array_equal(update, np.broadcast_to(constant, leaf.shape))
+    stacks = [jax.device_put(np.ones((n, *WIDE), np.float32), where) for n in (3, 8, 11)]
+    for update in jax.jit(lambda xs: [first_update(tx, x) for x in xs])(stacks):
+        np.testing.assert_array_equal(update, np.broadcast_to(constant, update.shape))
 
 
 def test_a_zero_gradient_gives_exactly_zero():
@@ -312,7 +316,7 @@ def test_a_zero_gradient_gives_exactly_zero():
     zeros = {name: np.zeros(leaf.shape, np.float32) for name, leaf in leaves.items()}
     placed = jax.device_put(zeros, sharded.shardings(leaves, mesh))
     tx = scale_by_muon(weight_dimension_numbers=sharded.views(leaves), strategy=rules)
-    updates, state = jax.jit(tx.update)(placed, jax.jit(tx.init)(placed))
+    _, updates, state = traced_update(tx, placed)
     assert all(not np.asarray(x).any() for x in jax.tree.leaves((updates, state.mu)))
 
 
@@ -325,13 +329,16 @@ def test_a_stack_without_matrices():
     assert update.shape == leaf.shape
 
 
-@pytest.mark.parametrize("strategy", ["auto", "gather", "all_to_all"])
-def test_an_orthogonalizer_gets_whole_matrices_as_they_are(strategy):
-    seen = []
+def test_an_orthogonalizer_gets_whole_matrices_as_they_are():
+    strategies = ("auto", *SHARDED)
+    seen = {strategy: set() for strategy in strategies}
 
-    def orthogonalizer(x):
-        seen.append((x.shape[1:], x.dtype.name))
-        return -x
+    def recorded_by(strategy):
+        def orthogonalizer(x):
+            seen[strategy].add((x.shape[1:], x.dtype.name))
+            return -x
+
+        return orthogonalizer
 
     leaves = {
         "wide": Leaf((3, *WIDE), P(None, "f"), STACK),
@@ -339,20 +346,19 @@ def test_an_orthogonalizer_gets_whole_matrices_as_they_are(strategy):
         "attention": Leaf((16, 4, 8), P("f"), Dims((1, 2), 0)),
         "fused": Leaf((16, 48), P("f"), MatrixView(0, 1, heads=3)),
     }
-    mesh = make_mesh({"f": 8})
-    where, grads = sharded.shardings(leaves, mesh), sharded.gradients(leaves)
-    placed = jax.device_put(grads, where)
-    tx = scale_by_muon(
-        orthogonalizer=orthogonalizer,
-        nesterov=False,
-        weight_dimension_numbers=sharded.views(leaves),
-        ns_dtype="float16",
-        strategy=strategy,
+    grads = sharded.gradients(leaves)
+    placed = jax.device_put(grads, sharded.shardings(leaves, make_mesh({"f": 8})))
+    views = {"weight_dimension_numbers": sharded.views(leaves)}
+    options: Any = {"nesterov": False, "ns_dtype": "float16", **views}
+    updates = first_updates(
+        {s: scale_by_muon(orthogonalizer=recorded_by(s), strategy=s, **options) for s in seen},
+        placed,
     )
-    updates = first_update(tx, placed, jit=True)
-    assert set(seen) == {(s, "float16") for s in ((16, 32), (32, 16), (32, 16), (16, 16))}
-    for name, x in grads.items():
-        np.testing.assert_array_equal(updates[name], -x.astype("float16").astype("float32"))
+    for strategy in strategies:
+        assert seen[strategy] == {(s, "float16") for s in ((16, 32), (32, 16), (16, 16))}
+        for name, x in grads.items():
+            want = -x.astype("float16").astype("float32")
+            np.testing.assert_array_equal(updates[strategy][name], want, strategy)
 
 
 def test_an_orthogonalizers_dtype_is_the_exchanges_for_fewer_matrices_than_owners():
@@ -368,14 +374,12 @@ def test_an_orthogonalizers_dtype_is_the_exchanges_for_fewer_matrices_than_owner
     np.testing.assert_array_equal(update, -x)
 
 
-@pytest.mark.parametrize("strategy", WHOLE)
-def test_a_strategy_asked_for_on_one_device_without_a_mesh(strategy):
+def test_a_strategy_asked_for_on_one_device_without_a_mesh():
     leaves = {"w": Leaf((3, *WIDE), P(), STACK), **FUSED}
-    grads = jax.tree.map(jnp.asarray, sharded.gradients(leaves))
-    views = sharded.views(leaves)
-    tx = scale_by_muon(FAST, weight_dimension_numbers=views, strategy=strategy)
-    updates = first_update(tx, grads, jit=True)
-    sharded.assert_right(leaves, grads, updates)
+    grads, views = sharded.gradients(leaves), sharded.views(leaves)
+    txs = {s: scale_by_muon(FAST, weight_dimension_numbers=views, strategy=s) for s in WHOLE}
+    for updates in first_updates(txs, grads).values():
+        sharded.assert_right(leaves, grads, updates)
 
 
 FUSED = {
@@ -387,9 +391,9 @@ FUSED = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["auto", "gather", "all_to_all"])
-def test_fused_blocks_on_a_sharded_axis(strategy):
-    sharded.check(FUSED, make_mesh({"f": 8}), strategy=strategy)
+def test_fused_blocks_on_a_sharded_axis():
+    cases = [{"strategy": strategy} for strategy in ("auto", *SHARDED)]
+    sharded.check_each(FUSED, make_mesh({"f": 8}), cases)
 
 
 @pytest.mark.parametrize("kind", ["explicit", "auto"])

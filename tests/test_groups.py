@@ -1,6 +1,7 @@
 """More devices than matrices: groups of devices that own a matrix together."""
 
 import dataclasses
+import functools
 import math
 import re
 from typing import Any
@@ -13,6 +14,7 @@ import reference
 import sharded
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from running import first_update, first_updates, traced_update
 from sharded import FAST, OVERLAPPING, SLOW, STACK, Leaf, make_mesh
 from shown import plan
 
@@ -106,21 +108,27 @@ def test_the_plan_shows_the_groups_and_what_they_own(name):
             assert all(f"owners {row.owners[0]}-" in row.reason for row in of_round)
 
 
+@functools.cache
+def checked_program(name, kind):
+    """The compiled first step, whose updates are those of whole matrices."""
+    sizes, leaves, _ = MESHES[name]
+    mesh = make_mesh(sizes, kind)
+    device = SLOW if kind == "explicit" else OVERLAPPING
+    where = sharded.shardings(leaves, mesh)
+    options = {"param_shardings": where, "device": device, "ns_method": "standard"}
+    return sharded.check(leaves, mesh, **options)
+
+
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 @pytest.mark.parametrize("name", MESHES)
 def test_updates_are_those_of_whole_matrices(name, kind):
-    sizes, leaves, _ = MESHES[name]
-    mesh = make_mesh(sizes, kind)
-    device = OVERLAPPING if kind == "explicit" else SLOW
-    where = sharded.shardings(leaves, mesh)
-    sharded.check(leaves, mesh, param_shardings=where, device=device, ns_method="standard")
+    checked_program(name, kind)
 
 
 @pytest.mark.parametrize("name", [name for name in MESHES if name != "beside_owners"])
 def test_what_is_sent_is_what_the_plan_says_and_none_is_in_a_branch(name):
     sizes, leaves, group = MESHES[name]
-    mesh, options = make_mesh(sizes), {"ns_coeffs": FAST, "ns_method": "standard"}
-    compiled = sharded.compile_update(leaves, mesh, device=SLOW, **options)
+    compiled = checked_program(name, "explicit")
     found, text = read_program(compiled), compiled.as_text()
     shown = planned(name)
     rounds = {"rounds": 3, "loop": 5, "two_rounds": 2, "fsdp_tp": 2}.get(name, 1)
@@ -142,53 +150,58 @@ def test_the_bytes_and_flops_of_a_round():
     assert found.seconds == pytest.approx(found.bytes / 1e12 + found.flops / 1e9)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"ns_coeffs": "tight"},
-        {"ns_coeffs": "turbo"},  # row norms
-        {"ns_coeffs": "polar_express", "ns_steps": 8},
-        {"preconditioning": "spectral"},
-        {"preconditioning": "schatten"},
-        {"ns_method": "gram"},
-        {"ns_method": "gram", "adaptive": True},
-        {"adaptive": True},
-        {"nesterov": False, "momentum": "sum"},
-    ],
-    ids=lambda options: "_".join(map(str, options.values())),
-)
-def test_every_schedule_is_that_of_one_device(options):
-    leaves = {"up": Leaf((8, 96), P("f")), "down": Leaf((2, 128, 8), P(None, "f"), STACK)}
-    mesh, grads = make_mesh({"f": 8}), sharded.gradients(leaves)
-    options = {"ns_method": "standard", **options}
-    options["weight_dimension_numbers"] = sharded.views(leaves)
-    alone, tx = scale_by_muon(**options), scale_by_muon(**options, device=SLOW)
-    want = jax.jit(alone.update)(grads, alone.init(grads))[0]
-    placed = jax.device_put(grads, sharded.shardings(leaves, mesh))
-    traced = str(jax.make_jaxpr(tx.update)(placed, tx.init(placed)))
-    assert " ppermute[" in traced
-    got = jax.jit(tx.update)(placed, tx.init(placed))[0]
-    for name, leaf in leaves.items():
-        assert sharded.worst_error(leaf, got[name], leaf.blocks(want[name])) <= 1e-5
+OTHER_SCHEDULES: dict[str, dict[str, Any]] = {
+    "tight": {"ns_coeffs": "tight"},
+    "turbo": {"ns_coeffs": "turbo"},  # row norms
+    "polar_express": {"ns_coeffs": "polar_express", "ns_steps": 8},
+    "spectral": {"preconditioning": "spectral"},
+    "schatten": {"preconditioning": "schatten"},
+    "gram": {"ns_method": "gram"},
+    "gram, adaptive": {"ns_method": "gram", "adaptive": True},
+    "adaptive": {"adaptive": True},
+    "sum": {"nesterov": False, "momentum": "sum"},
+}
+PAIR = {"up": Leaf((8, 96), P("f")), "down": Leaf((2, 128, 8), P(None, "f"), STACK)}
+
+
+@functools.cache
+def with_other_schedules() -> tuple[Any, Any]:
+    """The first updates of `PAIR` on a mesh and on one device; one program for all schedules."""
+    grads = sharded.gradients(PAIR)
+    placed = jax.device_put(grads, sharded.shardings(PAIR, make_mesh({"f": 8})))
+    views = sharded.views(PAIR)
+
+    def txs(**more):
+        options = {k: {"ns_method": "standard", **o, **more} for k, o in OTHER_SCHEDULES.items()}
+        return {k: scale_by_muon(weight_dimension_numbers=views, **o) for k, o in options.items()}
+
+    in_groups = txs(device=SLOW)
+    for tx in in_groups.values():
+        traced = jax.make_jaxpr(lambda x, tx=tx: tx.update(x, tx.init(x)))(placed)
+        assert " ppermute[" in str(traced)
+    return first_updates(in_groups, placed), first_updates(txs(), grads)
+
+
+@pytest.mark.parametrize("name", OTHER_SCHEDULES)
+def test_every_schedule_is_that_of_one_device(name):
+    got, want = with_other_schedules()
+    for key, leaf in PAIR.items():
+        assert sharded.worst_error(leaf, got[name][key], leaf.blocks(want[name][key])) <= 1e-5
 
 
 @pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", None), ("float16", None)])
-def test_half_precision_is_as_near_to_single_precision_as_on_one_device(dtypes):
+def test_half_precision_is_near_to_double_precision(dtypes):
     own, compute = dtypes
-    options = {"weight_dimension_numbers": sharded.views(FSDP), "ns_dtype": compute}
-    options["ns_method"] = "standard"
-    single = scale_by_muon(**{**options, "ns_dtype": "float32"}, strategy="local")
-    tx = scale_by_muon(**options, device=SLOW)
-    grad = {k: jnp.asarray(g, own) for k, g in sharded.gradients(FSDP).items()}
-    placed = jax.device_put(grad, sharded.shardings(FSDP, make_mesh({"f": 8})))
-    assert " ppermute[" in str(jax.make_jaxpr(tx.update)(placed, tx.init(placed)))
-    got = jax.jit(tx.update)(placed, tx.init(placed))[0]
-    exact = {k: g.astype("float32") for k, g in grad.items()}
-    want = jax.jit(single.update)(exact, single.init(exact))[0]
+    views = sharded.views(FSDP)
+    options = {"weight_dimension_numbers": views, "ns_dtype": compute, "ns_method": "standard"}
+    grads = {k: jnp.asarray(g, own) for k, g in sharded.gradients(FSDP).items()}
+    placed = jax.device_put(grads, sharded.shardings(FSDP, make_mesh({"f": 8})))
+    traced, got, _ = traced_update(scale_by_muon(**options, device=SLOW), placed)
+    assert " ppermute[" in traced
+    want = sharded.answers(FSDP, grads, reference.JORDAN)
     for name, leaf in FSDP.items():
         assert got[name].dtype == own
-        blocks = leaf.blocks(np.asarray(want[name], np.float64))
-        assert sharded.worst_error(leaf, np.asarray(got[name], np.float64), blocks) <= 4e-2
+        assert sharded.worst_error(leaf, got[name], want[name]) <= 4e-2
 
 
 def test_rows_of_any_size_are_normalized_by_row_norms_in_half_precision():
@@ -196,33 +209,34 @@ def test_rows_of_any_size_are_normalized_by_row_norms_in_half_precision():
     grad = np.eye(8, 48, dtype=np.float32) * np.array([[1.0]] + [[1e-6]] * 7, np.float32)
     placed = jax.device_put(grad, NamedSharding(make_mesh({"f": 8}), P("f")))
     tx = scale_by_muon("turbo", ns_dtype="bfloat16", ns_method="standard", device=SLOW)
-    assert " ppermute[" in str(jax.make_jaxpr(tx.update)(placed, tx.init(placed)))
-    got = np.asarray(jax.jit(tx.update)(placed, tx.init(placed))[0])
+    traced, got, _ = traced_update(tx, placed)
+    assert " ppermute[" in traced
+    got = np.asarray(got)
     np.testing.assert_array_equal(got[got != 0], np.full(8, got[0, 0]))
     assert got[0, 0] == pytest.approx(1, abs=0.1)
 
 
-@pytest.mark.parametrize("size", [1e-8, 1.0, 1e8])
-def test_derivatives_in_half_precision_are_near_those_in_single_precision(size):
+def test_derivatives_in_half_precision_are_near_those_in_single_precision():
     """Of a function of any size, as no derivative is sent in float16."""
     leaf = Leaf((8, 48), P("f"))
-    grad = leaf.gradient(0)
+    grad, sizes = leaf.gradient(0), np.array([1e-8, 1.0, 1e8], np.float32)
     options: Any = {"ns_coeffs": FAST, "ns_method": "standard"}
 
-    def slope(x, **more):
+    def slopes(x, **more):
         tx = scale_by_muon(**options, **more)
 
-        def loss(x):
+        def loss(x, size):
             (update,) = jax.tree.leaves(tx.update(x, tx.init(x))[0])
             return size * jnp.mean(jnp.sin(3 * update))
 
-        assert (" ppermute[" in str(jax.make_jaxpr(loss)(x))) == ("device" in more)
-        return np.asarray(jax.jit(jax.grad(loss))(x))
+        slope = jax.jit(jax.grad(loss))
+        assert (" ppermute[" in str(slope.trace(x, sizes[0]).jaxpr)) == ("device" in more)
+        return [slope(x, size) for size in sizes]
 
-    want = slope(grad)
     placed = jax.device_put(grad, NamedSharding(make_mesh({"f": 8}), P("f")))
-    got = slope(placed, ns_dtype="bfloat16", device=SLOW)
-    assert reference.relative_error(got, want) <= 1.5e-2
+    found = slopes(placed, ns_dtype="bfloat16", device=SLOW)
+    for got, want in zip(found, slopes(grad), strict=True):
+        assert reference.relative_error(got, np.asarray(want)) <= 1.5e-2
 
 
 @pytest.mark.parametrize(
@@ -244,7 +258,7 @@ def test_gram_matrices_are_sent_in_float16_where_matmuls_have_half_precision(
     tx = scale_by_muon(FAST, **options)
     grad = jnp.asarray(Leaf((8, 48), P("f")).gradient(0), own)
     placed = jax.device_put(grad, NamedSharding(make_mesh({"f": 8}), P("f")))
-    traced = str(jax.make_jaxpr(tx.update)(placed, tx.init(placed)))
+    traced = str(jax.make_jaxpr(lambda x: tx.update(x, tx.init(x)))(placed))
     sent = re.findall(r":(\w+)\[36\][^\n]* = ppermute\[", traced)
     name = {2: "f16", 4: "f32"}[width]
     assert set(sent) == {name}
@@ -276,9 +290,8 @@ def test_results_that_go_whole_to_every_device():
     parts = {name: NamedSharding(mesh, P("d")) for name in leaves}
     tx = scale_by_muon(FAST, mu_shardings=parts, device=SLOW, ns_method="standard")
     placed = jax.device_put(grads, whole)
-    traced = str(jax.make_jaxpr(tx.update)(placed, tx.init(placed)))
+    traced, updates, state = traced_update(tx, placed)
     assert " ppermute[" in traced
-    updates, state = jax.jit(tx.update)(placed, tx.init(placed))
     want = sharded.answers(leaves, grads)
     for name, leaf in leaves.items():
         assert sharded.worst_error(leaf, updates[name], want[name]) <= 1e-5
@@ -293,7 +306,7 @@ def test_what_is_not_finite_stays_in_its_own_matrix():
     placed = jax.device_put(spoiled, sharded.shardings(FSDP, mesh))
     views = sharded.views(FSDP)
     tx = scale_by_muon(FAST, device=SLOW, weight_dimension_numbers=views, ns_method="standard")
-    updates, _ = jax.jit(tx.update)(placed, tx.init(placed))
+    updates = first_update(tx, placed, jit=True)
     assert not np.isfinite(updates.pop("down")).any()
     for name, x in updates.items():
         assert sharded.worst_error(FSDP[name], x, sharded.answers(FSDP, grads)[name]) <= 1e-5
@@ -311,11 +324,11 @@ def test_members_under_vmap_and_derivatives():
         def loss(x):
             return sum(jnp.sum(jnp.sin(u)) for u in jax.tree.leaves(tx.update(x, tx.init(x))[0]))
 
-        return jax.jit(jax.vmap(jax.grad(loss)))(members)
+        slope = jax.jit(jax.vmap(jax.grad(loss)))
+        return str(slope.trace(members).jaxpr), slope(members)
 
-    placed = jax.device_put(two, where)
-    assert " ppermute[" in str(jax.make_jaxpr(lambda x: slope(tx, x))(placed))
-    got, want = slope(tx, placed), slope(alone, two)
+    (traced, got), (_, want) = slope(tx, jax.device_put(two, where)), slope(alone, two)
+    assert " ppermute[" in traced
     for name in leaves:
         assert reference.relative_error(got[name], np.asarray(want[name])) <= 1e-5
 

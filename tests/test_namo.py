@@ -1,6 +1,7 @@
 """NAMO and NAMO-D, beside their formulas in float64."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -13,11 +14,12 @@ import sharded
 import variants_on_meshes as meshes
 import variants_oracle as oracle
 from jax.sharding import PartitionSpec as P
+from running import side_by_side
 
 from muon_optax import MuonDimensionNumbers, scale_by_shape, state_shardings
 from muon_optax.transforms.namo import scale_by_namo
 
-orthogonalize = functools.partial(reference.newton_schulz, rows=sharded.FAST)
+orthogonalize = functools.partial(reference.newton_schulz, rows=sharded.ONE_STEP)
 OPTIONS: dict[str, dict[str, Any]] = {
     "namo": {},
     "namo_d": {"each": "input"},
@@ -30,7 +32,7 @@ def case(name: str) -> meshes.Case:
 
     def make(views, shardings):
         return scale_by_namo(
-            ns_coeffs=sharded.FAST,
+            ns_coeffs=sharded.ONE_STEP,
             weight_dimension_numbers=views,
             param_shardings=shardings,
             **options,
@@ -62,7 +64,7 @@ def test_decay_and_scale_are_multiplied_too_if_asked():
             optax.add_decayed_weights(0.1),
         )
         return scale_by_namo(
-            ns_coeffs=sharded.FAST, each=each, then=then, weight_dimension_numbers=views
+            ns_coeffs=sharded.ONE_STEP, each=each, then=then, weight_dimension_numbers=views
         )
 
     cases = {
@@ -75,39 +77,46 @@ def test_decay_and_scale_are_multiplied_too_if_asked():
     meshes.check_all(cases, "one")
 
 
-@pytest.mark.parametrize("each", ["matrix", "input"])
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_momentum_may_be_sharded_otherwise(tensor, kind, each):
+def test_momentum_may_be_sharded_otherwise(tensor, kind):
     """As in ZeRO-1: the parameters are replicated over data, and the momentum is not."""
     mesh = sharded.make_mesh({"data": 8 // tensor, "tensor": tensor}, kind)
     shapes = {"flat": (16, 6), "stack": (8, 4, 6)}
     views: Any = {"flat": MuonDimensionNumbers(0, 1), "stack": MuonDimensionNumbers(1, 2)}
-    specs = {"flat": P(None, "tensor"), "stack": P(None, "tensor")}
-    where = {name: jax.NamedSharding(mesh, spec) for name, spec in specs.items()}
+    where = {name: jax.NamedSharding(mesh, P(None, "tensor")) for name in shapes}
     there = {name: jax.NamedSharding(mesh, P("data", "tensor")) for name in shapes}
-    tx: Any = scale_by_namo(
-        ns_coeffs=sharded.FAST,
-        each=each,
-        weight_dimension_numbers=views,
-        param_shardings=where,
-        mu_shardings=there,
-    )
+    options: dict[str, Any] = {
+        "ns_coeffs": sharded.ONE_STEP,
+        "weight_dimension_numbers": views,
+        "param_shardings": where,
+        "mu_shardings": there,
+    }
+    pieces: dict[str, Any] = {e: scale_by_namo(each=e, **options) for e in ("matrix", "input")}
     params = jax.device_put(meshes.arrays(1, shapes), where)
-    state = jax.jit(tx.init)(params)
-    shardings = state_shardings(tx, params, where, mu_shardings=there)
-    matrices = {k: [oracle.Namo(orthogonalize, each=each) for _ in x] for k, x in params.items()}
-    matrices["flat"] = matrices["flat"][:1]
-    update = jax.jit(tx.update)
+    shardings = {
+        each: state_shardings(tx, params, where, mu_shardings=there) for each, tx in pieces.items()
+    }
+    matrices = {
+        each: {
+            k: [oracle.Namo(orthogonalize, each=each) for _ in oracle.matrices(views[k], x)]
+            for k, x in params.items()
+        }
+        for each in pieces
+    }
+    both, of_both = side_by_side(pieces), dict.fromkeys(pieces, params)
+    state, update = jax.jit(both.init)(of_both), jax.jit(both.update)
     for t in range(3):
         grads = meshes.arrays(100 + t, shapes)
-        updates, state = update(jax.device_put(grads, where), state, params)
-        meshes.check_shardings(state, shardings)
-        for k, grad in grads.items():
-            sharded.assert_sharded(updates[k], where[k])
-            pairs = zip(*(oracle.matrices(views[k], x) for x in (grad, updates[k])), strict=True)
-            for matrix, (g, got) in zip(matrices[k], pairs, strict=True):
-                assert reference.relative_error(got, matrix.update(g, None)) <= 1e-5
+        placed = dict.fromkeys(pieces, jax.device_put(grads, where))
+        updates, state = update(placed, state, of_both)
+        for each, (k, grad) in itertools.product(pieces, grads.items()):
+            meshes.check_shardings(state[each], shardings[each])
+            got = updates[each][k]
+            sharded.assert_sharded(got, where[k])
+            pairs = zip(*(oracle.matrices(views[k], x) for x in (grad, got)), strict=True)
+            for matrix, (g, x) in zip(matrices[each][k], pairs, strict=True):
+                assert reference.relative_error(x, matrix.update(g, None)) <= 1e-5, each
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """The update under JAX's other transformations, and called in other ways."""
 
+import functools
 import itertools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ import reference
 import sharded
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from running import first_update
 from sharded import FAST, STACK, Leaf, make_mesh
 
 from muon_optax import (
@@ -80,8 +82,10 @@ SHARDED_MEMBERS = [P("m", "f"), P(None, "f"), P("m", None, "f")]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_members_under_vmap(kind):
+    """Also where their matrices are whole, or they are all on each device."""
     cases = itertools.product(SHARDED_MEMBERS, ["auto", "gather", "all_to_all"])
-    check_members(kind, itertools.starmap(Members, cases), TWO)
+    members = [*itertools.starmap(Members, cases), Members(P("m")), Members(P())]
+    check_members(kind, members, TWO)
 
 
 def in_scan(step: Any) -> Any:
@@ -92,11 +96,12 @@ def in_cond(step: Any) -> Any:
     return lambda g: jax.lax.cond(jnp.array(1) > 0, step, lambda g: g, g)
 
 
-@pytest.mark.parametrize("within", [jax.jit, jax.checkpoint, in_scan, in_cond])
 @pytest.mark.parametrize("kind", KINDS)
-def test_members_of_transformed_updates_under_vmap(kind, within):
+def test_members_of_transformed_updates_under_vmap(kind):
     """The tracers at hand are the inner transformation's, and show nothing of the vmap."""
-    check_members(kind, [Members(spec, within=within) for spec in (P("m", "f"), P("m"))], TWO)
+    within = (jax.jit, jax.checkpoint, in_scan, in_cond)
+    cases = itertools.product((P("m", "f"), P("m")), within)
+    check_members(kind, [Members(spec, within=f) for spec, f in cases], TWO)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -113,46 +118,48 @@ def test_what_all_members_share_under_vmap(kind):
         np.testing.assert_allclose(update, factor * want, atol=1e-5)
 
 
-def error_by_gram(kind: str, member: str | None, strategy: str) -> float:
-    """The error of members for which 'auto' would exchange Gram matrices."""
+def errors_by_gram(kind: str, cases: Sequence[tuple[str | None, str]]) -> list[float]:
+    """The errors of members for which 'auto' would exchange Gram matrices.
+
+    Args:
+      kind: of the mesh axes.
+      cases: the mesh axis of the members, and the strategy; one program updates for all.
+    """
     mesh = make_mesh({"m": 2, "f": 4}, kind)
-    leaf = Leaf((4, 3, 8, 128), P(member, None, None, "f"), MuonDimensionNumbers(2, 3))
-    tx = scale_by_muon(
-        FAST,
-        weight_dimension_numbers=STACK,
-        strategy=strategy,
-        param_shardings=P(None, None, "f") if kind == "auto" else None,
-        device=DeviceModel("slow links", 1e14, 1e14, 1e8),
-    )
-    x = leaf.gradient(0)
-    step = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0]))
-    updates = step(jax.device_put(x, NamedSharding(mesh, leaf.spec)))
-    return sharded.worst_error(leaf, updates, sharded.answers({"w": leaf}, {"w": x})["w"])
+    view, leaves, steps = MuonDimensionNumbers(2, 3), [], []
+    for member, strategy in cases:
+        leaves.append(Leaf((4, 3, 8, 128), P(member, None, None, "f"), view))
+        tx = scale_by_muon(
+            FAST,
+            weight_dimension_numbers=STACK,
+            strategy=strategy,
+            param_shardings=P(None, None, "f") if kind == "auto" else None,
+            device=DeviceModel("slow links", 1e14, 1e14, 1e8),
+        )
+        steps.append(jax.vmap(lambda g, tx=tx: tx.update(g, tx.init(g))[0]))
+    x = leaves[0].gradient(0)
+    step_all = jax.jit(lambda *xs: [step(x) for step, x in zip(steps, xs, strict=True)])
+    updates = step_all(*(jax.device_put(x, NamedSharding(mesh, leaf.spec)) for leaf in leaves))
+    want = sharded.answers({"w": leaves[0]}, {"w": x})["w"]
+    pairs = zip(leaves, updates, strict=True)
+    return [sharded.worst_error(leaf, update, want) for leaf, update in pairs]
 
 
 @pytest.mark.parametrize(
-    ("kind", "member", "strategy"),
+    ("kind", "cases"),
     [
-        ("auto", "m", "auto"),
-        ("auto", "m", "gram"),
-        ("auto", None, "gram"),
-        ("explicit", "m", "auto"),
-        ("explicit", None, "auto"),
-        ("explicit", None, "gram"),
+        ("auto", [("m", "auto"), ("m", "gram"), (None, "gram")]),
+        ("explicit", [("m", "auto"), (None, "auto"), (None, "gram")]),
     ],
 )
-def test_members_by_gram_matrices_or_whole(kind, member, strategy):
-    assert error_by_gram(kind, member, strategy) <= 1e-5
+def test_members_by_gram_matrices_or_whole(kind, cases):
+    errors = errors_by_gram(kind, cases)
+    assert all(error <= 1e-5 for error in errors), errors
 
 
 def test_gram_is_refused_where_members_lie_over_an_explicit_axis():
     with pytest.raises(ValueError, match="'gram' can't be, JAX can't reduce-scatter under a vmap"):
-        error_by_gram("explicit", "m", "gram")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_members_with_whole_matrices_under_vmap(kind):
-    check_members(kind, map(Members, [P("m"), P()]), TWO)
+        errors_by_gram("explicit", [("m", "gram")])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -185,42 +192,42 @@ def test_members_of_merged_and_cut_axes(kind, shape, view):
         assert sharded.worst_error(leaf, found, want) <= 1e-5
 
 
-@pytest.mark.parametrize("strategy", ["auto", "gather", "all_to_all"])
-def test_members_on_one_device_each_along_an_axis_of_size_one(strategy):
+def test_members_on_one_device_each_along_an_axis_of_size_one():
     mesh = make_mesh({"m": 8, "o": 1})
     leaf = Leaf((8, 8, 4, 32), P("m", None, "o"), MuonDimensionNumbers((1, 2), 3))
-    tx = scale_by_muon(
-        FAST, weight_dimension_numbers=MuonDimensionNumbers((0, 1), 2), strategy=strategy
-    )
-    x = leaf.gradient(0)
-    where = NamedSharding(mesh, leaf.spec)
-    step = jax.vmap(lambda g: tx.update(g, tx.init(g))[0])
-    updates = jax.jit(step)(jax.device_put(x, where))
+    x, where = leaf.gradient(0), NamedSharding(mesh, leaf.spec)
+    options: Any = {"weight_dimension_numbers": MuonDimensionNumbers((0, 1), 2)}
+    strategies = ("auto", "gather", "all_to_all")
+    txs = {s: scale_by_muon(FAST, strategy=s, **options) for s in strategies}
     want = sharded.answers({"w": leaf}, {"w": x})["w"]
-    assert sharded.worst_error(leaf, updates, want) <= 1e-5
-    sharded.assert_sharded(updates, where)
+    step = jax.jit(jax.vmap(lambda g: {s: first_update(tx, g) for s, tx in txs.items()}))
+    for strategy, update in step(jax.device_put(x, where)).items():
+        assert sharded.worst_error(leaf, update, want) <= 1e-5, strategy
+        sharded.assert_sharded(update, where)
 
 
 @pytest.mark.filterwarnings("ignore:max_workspace_bytes")  # one matrix at a time
-@pytest.mark.parametrize("spec", [P("m"), P("m", None, None, "f")])
 @pytest.mark.parametrize("kind", KINDS)
-def test_members_whose_results_are_written_to_a_place_of_their_own(kind, spec):
+def test_members_whose_results_are_written_to_a_place_of_their_own(kind):
+    """Members whose matrices are whole or sharded; one program updates both."""
     mesh = make_mesh({"m": 2, "f": 4}, kind)
-    leaf = Leaf((2, 9, 16, 32), spec, MuonDimensionNumbers(2, 3))
-    x = leaf.gradient(0)
-    inner = P(*tuple(spec)[1:])
-    tx = scale_by_muon(
-        FAST,
-        weight_dimension_numbers=STACK,
-        mu_dtype="bfloat16",
-        param_shardings=inner if kind == "auto" else None,
-        device=sharded.OVERLAPPING,
-        max_workspace_bytes=1,
-    )
-    step = jax.vmap(lambda g: tx.update(g, tx.init(g))[0])
-    updates = jax.jit(step)(jax.device_put(x, NamedSharding(mesh, spec)))
+    specs = (P("m"), P("m", None, None, "f"))
+    leaf = Leaf((2, 9, 16, 32), P(), MuonDimensionNumbers(2, 3))
+    x, steps = leaf.gradient(0), []
+    for spec in specs:
+        tx = scale_by_muon(
+            FAST,
+            weight_dimension_numbers=STACK,
+            mu_dtype="bfloat16",
+            param_shardings=P(*tuple(spec)[1:]) if kind == "auto" else None,
+            device=sharded.OVERLAPPING,
+            max_workspace_bytes=1,
+        )
+        steps.append(jax.vmap(lambda g, tx=tx: first_update(tx, g)))
+    step_both = jax.jit(lambda *xs: [step(x) for step, x in zip(steps, xs, strict=True)])
     want = sharded.answers({"w": leaf}, {"w": x})["w"]
-    assert sharded.worst_error(leaf, updates, want) <= 4e-2
+    for updates in step_both(*(jax.device_put(x, NamedSharding(mesh, spec)) for spec in specs)):
+        assert sharded.worst_error(leaf, updates, want) <= 4e-2
 
 
 @pytest.mark.parametrize(
@@ -263,41 +270,49 @@ def test_the_whole_optimizer_of_members(kind):
         sharded.assert_sharded(updates["w"], where["w"])
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "gather",
-        "all_to_all",
-        "gram",
-    ],
-)
+CHECKPOINTED = Leaf((3, 16, 32), P(None, None, "f"), STACK)
+
+
+def slopes_of_checkpointed(x: Any, cases: Mapping[str, Any]) -> dict[str, Any]:
+    """Derivatives of a function of checkpointed updates, by the options of each case."""
+    direction = CHECKPOINTED.gradient(50)
+
+    def slope(x: jax.Array, options: Any) -> jax.Array:
+        tx = scale_by_muon(FAST, weight_dimension_numbers=STACK, ns_method="gram", **options)
+
+        def loss(x: jax.Array) -> jax.Array:
+            update = jax.checkpoint(lambda g: tx.update(g, tx.init(g))[0])(x)
+            return (update * jnp.asarray(direction, update.dtype)).sum()
+
+        return jax.grad(loss)(x)
+
+    return jax.jit(lambda x: {name: slope(x, options) for name, options in cases.items()})(x)
+
+
+@functools.cache
+def slope_on_one_device() -> np.ndarray:
+    x = CHECKPOINTED.gradient(0, kappa=3.0)
+    return np.asarray(slopes_of_checkpointed(x, {"alone": {}})["alone"])
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_through_a_checkpointed_update(kind, strategy):
-    leaf = Leaf((3, 16, 32), P(None, None, "f"), STACK)
-    mesh = make_mesh({"f": 8}, kind)
-    x, direction = leaf.gradient(0, kappa=3.0), leaf.gradient(50)
-    where = NamedSharding(mesh, leaf.spec)
-
-    def loss(x, tx):
-        update = jax.checkpoint(lambda g: tx.update(g, tx.init(g))[0])(x)
-        return (update * jnp.asarray(direction, update.dtype)).sum()
-
-    def tx(**options):
-        return scale_by_muon(FAST, weight_dimension_numbers=STACK, ns_method="gram", **options)
-
-    together = tx(strategy=strategy, param_shardings=leaf.spec)
-    got = jax.jit(jax.grad(lambda x: loss(x, together)))(jax.device_put(x, where))
-    want = jax.jit(jax.grad(lambda x: loss(x, tx())))(x)
-    assert sharded.worst_error(leaf, got, leaf.blocks(want)) <= 1e-5
-    sharded.assert_sharded(got, where)
+def test_gradients_through_a_checkpointed_update(kind):
+    leaf, strategies = CHECKPOINTED, ("gather", "all_to_all", "gram")
+    where = NamedSharding(make_mesh({"f": 8}, kind), leaf.spec)
+    x = jax.device_put(leaf.gradient(0, kappa=3.0), where)
+    cases = {s: {"strategy": s, "param_shardings": leaf.spec} for s in strategies}
+    for strategy, got in slopes_of_checkpointed(x, cases).items():
+        want = leaf.blocks(slope_on_one_device())
+        assert sharded.worst_error(leaf, got, want) <= 1e-5, strategy
+        sharded.assert_sharded(got, where)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_context_mesh_changes_nothing(kind):
     where, params, grads, tx = model(kind)
-    alone = jax.jit(tx.update)(grads[0], jax.jit(tx.init)(params), params)[0]
+    alone = first_update(tx, grads[0], params, jit=True)
     with jax.set_mesh(params["w"].sharding.mesh):
-        within = jax.jit(tx.update)(grads[0], jax.jit(tx.init)(params), params)[0]
+        within = first_update(tx, grads[0], params, jit=True)
     np.testing.assert_array_equal(within["w"], alone["w"])
     sharded.assert_sharded(within["w"], where["w"])
 

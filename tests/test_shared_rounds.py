@@ -1,6 +1,7 @@
 """Fewer matrices than owners: kinds of several shapes that share a round."""
 
 import dataclasses
+import functools
 import math
 import re
 from typing import Any
@@ -13,7 +14,7 @@ import reference
 import sharded
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from running import first_update
+from running import first_update, first_updates, traced_update
 from sharded import FAST, STACK, Leaf, make_mesh
 from shown import plan
 
@@ -93,19 +94,25 @@ def test_the_plan_shows_one_round_and_who_owns_what(name):
     assert f"owners {rows[0].owners[0]}" in rows[0].reason
 
 
+@functools.cache
+def checked_program(name, kind):
+    """The compiled first step, whose updates are those of whole matrices."""
+    sizes, leaves = MESHES[name]
+    mesh = make_mesh(sizes, kind)
+    device = IN_NO_ORDER if kind == "explicit" else IN_ORDER
+    where = sharded.shardings(leaves, mesh)
+    return sharded.check(leaves, mesh, param_shardings=where, device=device)
+
+
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 @pytest.mark.parametrize("name", MESHES)
 def test_updates_are_those_of_whole_matrices(name, kind):
-    sizes, leaves = MESHES[name]
-    mesh = make_mesh(sizes, kind)
-    device = IN_ORDER if kind == "explicit" else IN_NO_ORDER
-    sharded.check(leaves, mesh, param_shardings=sharded.shardings(leaves, mesh), device=device)
+    checked_program(name, kind)
 
 
 @pytest.mark.parametrize("name", ["fsdp", "hsdp"])
 def test_one_round_is_two_collectives_and_none_is_in_a_branch(name):
-    sizes, leaves = MESHES[name]
-    compiled = sharded.compile_update(leaves, make_mesh(sizes), device=IN_NO_ORDER)
+    compiled = checked_program(name, "explicit")
     found, text = read_program(compiled), compiled.as_text()
     expected = {"all-to-all": 2} | ({"all-gather": 1} if name == "hsdp" else {})
     assert found.counts == expected
@@ -128,48 +135,34 @@ def test_inside_a_shard_map(check_vma):
 
 
 @pytest.mark.parametrize("dtypes", [("float32", None), ("float32", "bfloat16"), ("bfloat16", None)])
-def test_several_steps_are_those_of_one_device(dtypes):
-    own, compute = dtypes
-    options = {"weight_dimension_numbers": sharded.views(FSDP), "ns_dtype": compute}
-    alone = scale_by_muon(FAST, **options, strategy="local")
-    tx = scale_by_muon(FAST, **options, device=IN_ORDER)
-    where = sharded.shardings(FSDP, make_mesh({"f": 8}))
-    bar = 1e-5 if (own, compute) == ("float32", None) else 4e-2
-    state = want_state = None
-    for seed in (0, 7):
-        grad = {k: jnp.asarray(g, own) for k, g in sharded.gradients(FSDP, seed).items()}
-        placed = jax.device_put(grad, where)
-        state = jax.jit(tx.init)(placed) if state is None else state
-        want_state = jax.jit(alone.init)(grad) if want_state is None else want_state
-        got, state = jax.jit(tx.update, donate_argnums=(0, 1))(placed, state)
-        want, want_state = jax.jit(alone.update)(grad, want_state)
-        for name, leaf in FSDP.items():
-            assert got[name].dtype == state.mu[name].dtype == own
-            sharded.assert_sharded(state.mu[name], where[name])
-            moments = (np.asarray(s.mu[name], np.float64) for s in (state, want_state))
-            assert reference.relative_error(*moments) <= (1e-6 if own == "float32" else 2**-9)
-            blocks = leaf.blocks(np.asarray(want[name], np.float64))
-            assert sharded.worst_error(leaf, np.asarray(got[name], np.float64), blocks) <= bar
+def test_several_steps_are_those_of_whole_matrices(dtypes):
+    sharded.check_steps(FSDP, make_mesh({"f": 8}), dtypes, device=IN_ORDER)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"ns_coeffs": "tight"},
-        {"ns_coeffs": "turbo"},  # row norms: transposes are kinds of their own
-        {"ns_coeffs": "polar_express", "ns_steps": 8},
-        {"preconditioning": "spectral"},
-        {"ns_method": "gram", "adaptive": True},
-        {"nesterov": False, "momentum": "sum"},
-    ],
-    ids=lambda options: "_".join(map(str, options.values())),
-)
-def test_every_schedule_is_that_of_one_device(options):
-    mesh, grads = make_mesh({"x": 2, "y": 4}), sharded.gradients(FSDP_TP)
-    options = {**options, "weight_dimension_numbers": sharded.views(FSDP_TP)}
-    alone, tx = scale_by_muon(**options), scale_by_muon(**options, device=IN_NO_ORDER)
-    want = first_update(alone, grads, jit=True)
-    got = first_update(tx, jax.device_put(grads, sharded.shardings(FSDP_TP, mesh)), jit=True)
+OTHER_SCHEDULES: dict[str, dict[str, Any]] = {
+    "tight": {"ns_coeffs": "tight"},
+    "turbo": {"ns_coeffs": "turbo"},  # row norms: transposes are kinds of their own
+    "polar_express": {"ns_coeffs": "polar_express", "ns_steps": 8},
+    "spectral": {"preconditioning": "spectral"},
+    "gram, adaptive": {"ns_method": "gram", "adaptive": True},
+    "sum": {"nesterov": False, "momentum": "sum"},
+}
+
+
+@functools.cache
+def with_other_schedules() -> tuple[Any, Any]:
+    """The first updates on a mesh and on one device; one program for all schedules."""
+    grads = sharded.gradients(FSDP_TP)
+    placed = jax.device_put(grads, sharded.shardings(FSDP_TP, make_mesh({"x": 2, "y": 4})))
+    make = functools.partial(scale_by_muon, weight_dimension_numbers=sharded.views(FSDP_TP))
+    alone = {name: make(**options) for name, options in OTHER_SCHEDULES.items()}
+    shared = {k: make(**options, device=IN_NO_ORDER) for k, options in OTHER_SCHEDULES.items()}
+    return first_updates(shared, placed), first_updates(alone, grads)
+
+
+@pytest.mark.parametrize("schedule", OTHER_SCHEDULES)
+def test_every_schedule_is_that_of_one_device(schedule):
+    got, want = (updates[schedule] for updates in with_other_schedules())
     for name, leaf in FSDP_TP.items():
         assert sharded.worst_error(leaf, got[name], leaf.blocks(want[name])) <= 1e-5
 
@@ -182,10 +175,8 @@ def test_results_that_go_whole_to_every_device():
     parts = {name: NamedSharding(mesh, P("d")) for name in leaves}
     tx = scale_by_muon(FAST, mu_shardings=parts, strategy="all_to_all", device=IN_NO_ORDER)
     placed = jax.device_put(grads, whole)
-    update = jax.jit(tx.update)
-    traced = str(jax.make_jaxpr(tx.update)(placed, tx.init(placed)))
+    traced, updates, state = traced_update(tx, placed)
     assert (traced.count(" all_to_all["), traced.count(" all_gather_invariant[")) == (2, 1)
-    updates, state = update(placed, tx.init(placed))
     want = sharded.answers(leaves, grads)
     for name, leaf in leaves.items():
         assert sharded.worst_error(leaf, updates[name], want[name]) <= 1e-5
@@ -205,14 +196,14 @@ def test_each_owner_gets_its_matrix_whole_and_once(name):
 
     leaves = {k: dataclasses.replace(leaf, view=_unfused(leaf.view)) for k, leaf in leaves.items()}
     numbers = {name: float(i + 1) for i, name in enumerate(leaves)}
-    params = {name: jnp.full(leaves[name].shape, x) for name, x in numbers.items()}
+    params = {k: np.full(leaves[k].shape, x, np.float32) for k, x in numbers.items()}
     placed = jax.device_put(params, sharded.shardings(leaves, mesh))
     tx = orthogonalize(
         orthogonalizer=orthogonalizer,
         device=IN_NO_ORDER,
         weight_dimension_numbers=sharded.views(leaves),
     )
-    updates, _ = jax.jit(tx.update)(placed, tx.init(placed))
+    updates = first_update(tx, placed, jit=True)
     jax.effects_barrier()
     for key, x in params.items():
         np.testing.assert_array_equal(updates[key], -x)

@@ -50,12 +50,12 @@ RATE = optax.linear_schedule(0.1, 0.01, 10)
 
 
 def in_muon(**options: Any) -> Any:
-    options = {"ns_coeffs": sharded.FAST, "muon_weight_dimension_numbers": MATRICES} | options
+    options = {"ns_coeffs": sharded.ONE_STEP, "muon_weight_dimension_numbers": MATRICES} | options
     return muon(RATE, **options)
 
 
 def direction(**options: Any) -> Any:
-    return scale_by_muon(sharded.FAST, weight_dimension_numbers=VIEWS, **options)
+    return scale_by_muon(sharded.ONE_STEP, weight_dimension_numbers=VIEWS, **options)
 
 
 def viewed(piece: Any, *args: Any, **options: Any) -> Any:
@@ -102,7 +102,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], Any]] = {
         lambda: [
             scale_by_momentum(bias_correction=False),
             optax.scale_by_sign(),
-            orthogonalize(sharded.FAST, weight_dimension_numbers=VIEWS),
+            orthogonalize(sharded.ONE_STEP, weight_dimension_numbers=VIEWS),
             viewed(scale_by_entry),
             optax.add_decayed_weights(0.1),
             stepped(),
@@ -111,14 +111,14 @@ VARIANTS: dict[str, tuple[dict[str, Any], Any]] = {
     "namo": (
         {"namo": Namo(beta2=0.9), "bias_correction": False},
         lambda: [
-            viewed(scale_by_namo, beta2=0.9, ns_coeffs=sharded.FAST),
+            viewed(scale_by_namo, beta2=0.9, ns_coeffs=sharded.ONE_STEP),
             *scaled(stepped()),
         ],
     ),
     "namo_d": (
         {"namo": Namo(each="input"), "bias_correction": False, "scale": "match_rms_adamw"},
         lambda: [
-            viewed(scale_by_namo, each="input", ns_coeffs=sharded.FAST),
+            viewed(scale_by_namo, each="input", ns_coeffs=sharded.ONE_STEP),
             *scaled(stepped(), scale="match_rms_adamw"),
         ],
     ),
@@ -160,7 +160,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], Any]] = {
     "dion2": (
         {"dion2": Dion2(0.6), "weight_decay": 0.1, **SUMS},
         lambda: [
-            viewed(scale_by_dion2, 0.6, ns_coeffs=sharded.FAST),
+            viewed(scale_by_dion2, 0.6, ns_coeffs=sharded.ONE_STEP),
             *scaled(optax.add_decayed_weights(0.1), stepped()),
         ],
     ),
@@ -171,7 +171,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], Any]] = {
             **SUMS,
         },
         lambda: [
-            viewed(scale_by_dion2, each="output", ns_coeffs=sharded.FAST),
+            viewed(scale_by_dion2, each="output", ns_coeffs=sharded.ONE_STEP),
             viewed(scale_by_neuron, skip_zeros=True),
             *scaled(stepped()),
         ],
@@ -316,8 +316,8 @@ def test_leaves_without_a_gradient_keep_their_moments():
 def test_cautious_decay_is_the_formula_in_a_whole_step():
     """W <- W - lr (U + wd W where U W >= 0), with U scaled by shape."""
     weights = arrays(0)["qkv"]
-    tx = muon(0.1, sharded.FAST, weight_decay=0.2, weight_decay_kind="cautious")
-    plain = muon(0.1, sharded.FAST)
+    tx = muon(0.1, sharded.ONE_STEP, weight_decay=0.2, weight_decay_kind="cautious")
+    plain = muon(0.1, sharded.ONE_STEP)
     grads = {"up": arrays(1)["qkv"]}
     params: Any = {"up": jnp.asarray(weights)}
     (got,), _, _ = run(tx, params, [grads])

@@ -58,15 +58,21 @@ def shapes_on(kind: str) -> dict[str, tuple[int, ...]]:
 
 def arrays(seed: int, shapes: Any, scale: float = 1.0) -> dict[str, np.ndarray]:
     """Normal entries, in rows and columns of unequal size."""
+    return dict(_arrays(seed, tuple(shapes.items()), scale))
+
+
+@functools.cache
+def _arrays(seed: int, shapes: Any, scale: float) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     found = {}
-    for name, shape in shapes.items():
+    for name, shape in shapes:
         sizes = [
             np.exp(rng.normal(size=[n if d == axis else 1 for d, n in enumerate(shape)]))
             for axis in range(len(shape))
         ]
         x = rng.normal(size=shape) * np.prod(np.broadcast_arrays(*sizes), axis=0)
         found[name] = (scale * x / np.sqrt(np.mean(x**2))).astype(np.float32)
+        found[name].flags.writeable = False  # as all that ask for it get the same
     return found
 
 
