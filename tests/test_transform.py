@@ -89,7 +89,7 @@ def test_the_pieces_in_a_chain_are_the_whole(momentum):
 
 def test_the_momentum_piece_gives_the_mix():
     grads = leaves()
-    updates, _, _ = run(scale_by_momentum(0.9), grads[0], grads)
+    updates, _, _ = run(scale_by_momentum(0.9), grads[0], grads, jit=True)
     for name in VIEWS:
         want = reference.mixes([g[name] for g in grads], beta=0.9)
         got = [u[name] for u in updates]

@@ -11,14 +11,15 @@ from muon_optax.sharding.strategies.triangle import (
     triangle_entries,
 )
 
-
 SHAPES = [(1, 1), (3, 3), (8, 8), (2, 3, 37, 37), (0, 5, 5)]
 
 
 @jax.jit
 def triangles_and_back(matrices):
     triangles = [lower_triangle(x) for x in matrices]
-    return triangles, [from_lower_triangle(t, x.shape[-1]) for t, x in zip(triangles, matrices)]
+    return triangles, [
+        from_lower_triangle(t, x.shape[-1]) for t, x in zip(triangles, matrices, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
