@@ -112,7 +112,7 @@ def test_eval_shape(place):
 
 @everywhere
 def test_vmap_over_hyperparameters(place):
-    rates = np.float32([0.1, 0.2])
+    rates = np.array([0.1, 0.2], np.float32)
 
     def update(rate, params, grad):
         tx = place.muon(learning_rate=rate, weight_decay=0.0, adam_weight_decay=0.0)

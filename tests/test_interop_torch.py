@@ -131,7 +131,7 @@ def test_state_dicts_go_there_and_back(dtype):
     params = interop.from_state_dict(tensors, flax_params(dtype), LAYOUT)
     square = tensors["layers.1.weight"].float().numpy()
     np.testing.assert_array_equal(np.float32(params["layers_1"]["kernel"]), square.T)
-    kernel = np.float32(params["conv"]["kernel"])
+    kernel = np.asarray(params["conv"]["kernel"], np.float32)
     np.testing.assert_array_equal(kernel[1, 4, 0, 2], tensors["conv.weight"].float()[2, 0, 1, 4])
     back = interop.to_state_dict(params, LAYOUT)
     assert all(t.is_contiguous() for t in back.values())

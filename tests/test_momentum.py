@@ -36,7 +36,7 @@ def unrolled(momentum, grads):
     return mixes, buffers
 
 
-def some_gradients(dtype: Any = np.float32, steps=4):
+def some_gradients(dtype: Any = np.float32, steps=4) -> list[Any]:
     rng = np.random.default_rng(0)
     return [rng.normal(size=(3, 2)).astype(dtype) for _ in range(steps)]
 
@@ -130,7 +130,7 @@ def test_beta_may_be_traced_and_promotion_strict():
         return unrolled(Momentum(beta, None, True, True, "ema"), grads)[0][-1]
 
     with jax.numpy_dtype_promotion("strict"):
-        got = jax.jit(jax.vmap(last))(np.float32([0.5, 0.9]))
+        got = jax.jit(jax.vmap(last))(np.array([0.5, 0.9], np.float32))
     want = [reference.mixes(grads, beta=beta)[-1] for beta in (0.5, 0.9)]
     np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-6)
 

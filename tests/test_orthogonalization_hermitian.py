@@ -95,7 +95,7 @@ def test_the_multiplications_are_counted(m):
 @pytest.mark.parametrize("shape", [(12, 20), (20, 12)])
 def test_the_whole_iteration_runs_halved_in_half_precision(shape):
     m, n = shape
-    x = log_uniform(m, n, 50.0).astype(jnp.bfloat16)
+    x: Any = log_uniform(m, n, 50.0).astype(jnp.bfloat16)
     values = singular_values(newton_schulz(x, "fast", method="gram", dtype="bfloat16"))
     assert values.min() > 0.9
     assert values.max() < 1.06

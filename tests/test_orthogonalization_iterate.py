@@ -50,7 +50,7 @@ def expected(x: np.ndarray, rows, norm: str = "frobenius") -> np.ndarray:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_float64_agrees_with_the_oracle(shape, method):
-    x = oracle.gaussian(*shape)
+    x: Any = oracle.gaussian(*shape)
     with jax.enable_x64(True):
         result = newton_schulz(x, method=method)
     assert result.dtype == jnp.float64
@@ -60,7 +60,7 @@ def test_float64_agrees_with_the_oracle(shape, method):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", get_args(Preconditioning))
 def test_every_normalisation_agrees_with_the_oracle(kind, method):
-    x = oracle.gaussian(20, 30) + 1j * oracle.gaussian(20, 30, seed=1)
+    x: Any = oracle.gaussian(20, 30) + 1j * oracle.gaussian(20, 30, seed=1)
     with jax.enable_x64(True):
         for each in (x.T, x.real):
             schedule = resolve_schedule("jordan", None, kind)
@@ -71,7 +71,7 @@ def test_every_normalisation_agrees_with_the_oracle(kind, method):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_agrees_with_the_oracle(name):
     schedule = resolve_schedule(name)
-    x = oracle.gaussian(20, 30)
+    x: Any = oracle.gaussian(20, 30)
     norm_factor = {"modded_nanogpt": 1.02}.get(name, 1)
     with jax.enable_x64(True):
         (a, b, c), *rest = schedule.rows
@@ -84,7 +84,7 @@ def test_every_schedule_agrees_with_the_oracle(name):
 @pytest.mark.parametrize("method", METHODS)
 def test_complex_matrices_become_unitary(method):
     for shape in ((6, 9), (9, 6), (6, 6)):
-        x = oracle.gaussian(*shape) + 1j * oracle.gaussian(*shape, seed=1)
+        x: Any = oracle.gaussian(*shape) + 1j * oracle.gaussian(*shape, seed=1)
         result = newton_schulz(x.astype(np.complex64), "polar_express", 8, method=method)
         assert result.dtype == jnp.complex64
         assert oracle.relative_error(result, oracle.polar_factor(x)) < 1e-5
@@ -95,27 +95,27 @@ def test_jordan_is_optax_to_1e_5(shape):
     m, n = shape[-2:]
     for condition in (10.0, 100.0):
         x = oracle.log_uniform(m, n, condition).astype(np.float32)
-        reference = jax.jit(orthogonalize_via_newton_schulz)(x, np.float32(JORDAN))
-        x = np.broadcast_to(x, shape)
+        reference = jax.jit(orthogonalize_via_newton_schulz)(x, np.array(JORDAN, np.float32))
+        stack: Any = np.broadcast_to(x, shape)
         for method in ("standard", "gram") if m < 300 else ("auto",):
-            result = newton_schulz(x, method=method)
+            result = newton_schulz(stack, method=method)
             assert oracle.relative_error(result, np.broadcast_to(reference, shape)) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["dion", "polar_express"])
 def test_other_schedules_are_optax_to_1e_4_with_gram(name):
-    rows = np.float32(resolve_schedule(name).rows)
+    rows = np.array(resolve_schedule(name).rows, np.float32)
     for shape in ((32, 96), (96, 32)):
-        x = oracle.log_uniform(*shape, 100.0).astype(np.float32)
+        x: Any = oracle.log_uniform(*shape, 100.0).astype(np.float32)
         reference = jax.jit(orthogonalize_via_newton_schulz)(x, rows)
         assert oracle.relative_error(newton_schulz(x, name, method="gram"), reference) < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["frobenius", "spectral", "aol", "schatten"])
 def test_optax_preconditionings(kind):
-    x = oracle.log_uniform(16, 24, 20.0).astype(np.float32)
+    x: Any = oracle.log_uniform(16, 24, 20.0).astype(np.float32)
     theirs = jax.jit(partial(orthogonalize_via_newton_schulz, preconditioning=kind))
-    reference = theirs(x, np.float32(JORDAN))
+    reference = theirs(x, np.array(JORDAN, np.float32))
     assert oracle.relative_error(newton_schulz(x, preconditioning=kind), reference) < 1e-5
 
 
@@ -218,7 +218,7 @@ def test_a_global_precision_is_kept(method):
 
 
 def test_it_differentiates_and_vmaps():
-    x = oracle.gaussian(3, 10, 14).astype(np.float32)
+    x: Any = oracle.gaussian(3, 10, 14).astype(np.float32)
     for method in METHODS:
         function = NewtonSchulz(resolve_schedule("jordan", 2), method)
         mapped, slope = jax.vmap(function), jax.grad(lambda x, f=function: f(x)[0, 0].sum())

@@ -120,7 +120,7 @@ def test_singular_values_do_not_depend_on_the_scale(scale, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_non_finite_values_stay_in_their_matrix_and_show(kind, value):
-    x = gaussian(3, 8, 6).astype(np.float32)
+    x: Any = gaussian(3, 8, 6).astype(np.float32)
     clean = np.asarray(newton_schulz(x, ONE_STEP, preconditioning=kind))
     x[1, 2, 3] = value
     spoilt = np.asarray(newton_schulz(x, ONE_STEP, preconditioning=kind))

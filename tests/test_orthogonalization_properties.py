@@ -96,7 +96,7 @@ def test_a_batch_is_its_matrices(function, seed, batch):
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_what_else_is_in_the_batch_changes_no_bit(function):
     x = matrix((3, 5, 9), 0)
-    others = x * np.float32([1, 1e9, 1e9])[:, None, None]
+    others = x * np.array([1, 1e9, 1e9], np.float32)[:, None, None]
     np.testing.assert_array_equal(iterated(function, x)[0], iterated(function, others)[0])
 
 

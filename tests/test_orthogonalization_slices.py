@@ -27,7 +27,7 @@ EVERYONE = GramCollectives(
 )
 
 
-def matrices(count: int = 8, dtype: Any = np.float32) -> np.ndarray:
+def matrices(count: int = 8, dtype: Any = np.float32) -> Any:
     x = gaussian(count, 6, 20) * np.logspace(-8, 8, count)[:, None, None]
     if np.issubdtype(dtype, np.complexfloating):
         x = x + 1j * gaussian(count, 6, 20, seed=1) * np.abs(x).max((1, 2), keepdims=True)
@@ -114,4 +114,4 @@ def test_non_finite_values_stay_in_their_matrix():
 
 def test_empty_slices_need_no_exchange():
     function = NewtonSchulz(resolve_schedule("tight"))
-    assert function.on_slices(np.zeros((0, 3, 4), np.float32), GramCollectives()).shape == (0, 3, 4)
+    assert function.on_slices(jnp.zeros((0, 3, 4)), GramCollectives()).shape == (0, 3, 4)

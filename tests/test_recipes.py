@@ -320,7 +320,7 @@ def test_megatron_splits_qkv_by_query_group():
 
 
 def test_names_and_sizes_of_fused_leaves_are_checked():
-    params = {"qkv": jax.ShapeDtypeStruct((6, 12), "float32")}
+    params: Any = {"qkv": jax.ShapeDtypeStruct((6, 12), "float32")}
     with pytest.raises(ValueError, match="match no leaf of qkv:\n  'linear_qkv' -> 'muon'"):
         recipes.megatron(qkv_split=(8, 2, 2)).init(params)
     with pytest.raises(ValueError, match=r"match no leaf of qkv:\n.*fused_w\(\?:1w3\|2\)"):

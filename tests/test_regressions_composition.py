@@ -179,7 +179,7 @@ def test_members_of_a_sharded_ensemble_equal_a_loop():
 
 def test_a_batch_of_learning_rates_equals_a_loop():
     params = jax.tree.map(lambda x: x[0], ensemble())
-    rates = np.float32([0.1, 0.2, 0.4])
+    rates = np.array([0.1, 0.2, 0.4], np.float32)
     got = jax.jit(jax.vmap(lambda rate: first_update(muon(rate), params)))(rates)
     for i, rate in enumerate(rates):
         want = first_update(muon(float(rate)), params)

@@ -115,7 +115,7 @@ def hard_matrices(n):
 @pytest.mark.parametrize(("kind", "size"), [("frobenius", 256), ("spectral", 64)])
 def test_polar_express_does_not_grow_with_steps(dtype, kind, size):
     largest = []
-    x = hard_matrices(size).astype(jnp.dtype(dtype))
+    x: Any = hard_matrices(size).astype(jnp.dtype(dtype))
     for steps in (5, 8, 12):
         y = newton_schulz(x, "polar_express", steps, preconditioning=kind)
         values = np.linalg.svd(np.asarray(y, np.float64), compute_uv=False)
@@ -234,7 +234,7 @@ def test_updates_have_the_gradients_dtype_however_the_rate_is_given(name, dtype)
 
 
 def test_a_traced_rate_gives_the_same():
-    got = jax.jit(jax.vmap(lambda lr: first_update(muon(lr), HALF)))(np.float32([1e-3]))
+    got = jax.jit(jax.vmap(lambda lr: first_update(muon(lr), HALF)))(np.array([1e-3], np.float32))
     want = first_update(muon(1e-3), HALF)
     assert dtypes(got) == dtypes(want)
     for name in HALF:

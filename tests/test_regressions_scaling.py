@@ -225,8 +225,9 @@ def test_fused_is_not_joint():
 )
 def test_sizes_that_do_not_fill_the_axis_are_an_error_at_init(view):
     tx = muon(0.1, muon_weight_dimension_numbers={"attn": {"qkv": view}})
+    params: Any = {"attn": {"qkv": jax.ShapeDtypeStruct((64, 80), "float32")}}
     with pytest.raises(ValueError, match=r"attn/qkv: .*size 80 exactly, for shape \(64, 80\)"):
-        tx.init({"attn": {"qkv": jax.ShapeDtypeStruct((64, 80), "float32")}})
+        tx.init(params)
 
 
 # Weight decay: its order, shared or not with AdamW, its mask, and how it vanishes.

@@ -125,20 +125,20 @@ def test_a_block_of_zero_is_refused_and_an_empty_leaf_is_not():
     view = MatrixView(0, 1, split=(2, 1))
     tx = hyperball(0.1, weight_dimension_numbers=view)
     with pytest.raises(ValueError, match=r"\n  \(root\): shape \(2, 3\)"):
-        tx.init(np.float32([[1, 1, 0], [1, 1, 0]]))
+        tx.init(np.array([[1, 1, 0], [1, 1, 0]], np.float32))
     hyperball(0.1).init({"w": np.ones((0, 3), np.float32)})
 
 
 def test_an_update_of_zero_brings_weights_back_to_their_sphere():
     tx: Any = hyperball(0.1)
-    state = tx.init(np.float32([[3, 4]]))
-    grown = np.float32([[6, 8]])
+    state = tx.init(np.array([[3, 4]], np.float32))
+    grown = np.array([[6, 8]], np.float32)
     got, _ = jax.jit(tx.update)(np.zeros_like(grown), state, grown)
     np.testing.assert_allclose(got, [[-3.0, -4.0]], rtol=1e-6)
 
 
 def test_a_step_that_ends_at_zero_stays_there():
-    weights = np.float32([[3, 4]])
+    weights = np.array([[3, 4]], np.float32)
     got = first_update(hyperball(1.0), weights, weights, jit=True)
     np.testing.assert_allclose(got, -weights, rtol=1e-6)
 
