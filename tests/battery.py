@@ -16,7 +16,7 @@ import reference
 import sharded
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from running import apply_updates
+from running import apply_compiled
 
 from muon_optax import muon
 
@@ -80,7 +80,7 @@ def train(
     state, step = jax.jit(tx.init)(params), jax.jit(tx.update)
     for grad in grads:
         new, state = step(place.put(grad), state, params)
-        params = apply_updates(params, new)
+        params = apply_compiled(params, new)
         updates.append(new)
     return updates, state
 

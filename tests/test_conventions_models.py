@@ -1,5 +1,6 @@
 """Models of Flax and Equinox hold the parameters, on one device and on meshes."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import sharded
 from battery import GRADS, PARAMS, SPECS, assert_close, everywhere, momentum, plain
 from flax import nnx
 from flax.training.train_state import TrainState
-from running import apply_updates, first_update
+from running import apply_compiled, first_update
 
 from muon_optax import MuonDimensionNumbers, muon
 
@@ -24,11 +25,12 @@ def loss_of(tree: Any, grad: Any) -> jax.Array:
     return jnp.stack(jax.tree.leaves(terms)).sum()
 
 
+@functools.cache
 def last() -> Any:
     """The parameters after plain training on one device."""
     params = PARAMS
     for update in plain():
-        params = apply_updates(params, update)
+        params = apply_compiled(params, update)
     return params
 
 
@@ -47,7 +49,7 @@ def test_nnx_optimizer(place):
     model = Part(place.put(PARAMS))
     optimizer = nnx.Optimizer(model, place.muon(), wrt=nnx.Param)
     optimizer.update(model, nnx.state(Part(place.put(GRADS[0])), nnx.Param))
-    assert_close(of_nnx(model), apply_updates(PARAMS, plain()[0]))
+    assert_close(of_nnx(model), apply_compiled(PARAMS, plain()[0]))
     jax.tree.map(sharded.assert_sharded, of_nnx(model), place.where)
 
 
@@ -97,7 +99,7 @@ def test_linen_boxes(place):
     state, step = jax.jit(tx.init)(params), jax.jit(tx.update)
     for grad, want in zip(GRADS, plain(), strict=True):
         updates, state = step(boxed(place.put(grad)), state, params)
-        params = apply_updates(params, updates)
+        params = apply_compiled(params, updates)
         assert_close(nn.unbox(updates), want)
     assert_close(nn.unbox(params), last())
     assert jax.tree.structure(params) == jax.tree.structure(boxed(PARAMS))
@@ -152,7 +154,7 @@ def test_equinox(place):
 
 
 def test_equinox_layers_are_out_by_in():
-    model = eqx.nn.Linear(4, 16, key=jax.random.key(0))
+    model = eqx.filter_jit(eqx.nn.Linear)(4, 16, key=jax.random.key(0))
     params = eqx.filter(model, eqx.is_inexact_array)
     views = jax.tree.map(lambda x: MuonDimensionNumbers(1, 0) if x.ndim == 2 else None, params)
     tx: Any = muon(1.0, muon_weight_dimension_numbers=views)

@@ -24,7 +24,7 @@ from battery import (
     train,
 )
 from jax.sharding import PartitionSpec as P
-from running import apply_updates
+from running import apply_compiled
 
 from muon_optax import MuonDimensionNumbers, Rule, default_rules, muon
 
@@ -79,7 +79,7 @@ def by_hand():
         tx = PLACES[0].muon(**{name: at(t) for name, at in SCHEDULES.items()})
         state = tx.init(params) if state is None else state
         update, state = jax.jit(tx.update)(grad, state, params)
-        params = apply_updates(params, update)
+        params = apply_compiled(params, update)
         updates.append(update)
     return updates
 
@@ -96,7 +96,7 @@ def test_injected_schedules(place):
 
 
 def halves(tree):
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), tree)
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
 
 
 @functools.cache
@@ -244,9 +244,9 @@ VIEWS = {"mlp": {"kernel": MuonDimensionNumbers(0, 1), "bias": None}, "embed": N
 def test_tree_map_params_with_the_parameters_and_with_specs(place, options):
     tx, params = place.muon(**options), place.put(PARAMS)
     state = jax.jit(tx.init)(params)
-    summed: Any = optax.tree_map_params(
-        tx, lambda m, p: m if is_masked(m) else m + p, state, params, is_leaf=is_masked
-    )
+    add = lambda m, p: m if is_masked(m) else m + p  # noqa: E731
+    add_to_all = lambda s, p: optax.tree_map_params(tx, add, s, p, is_leaf=is_masked)  # noqa: E731
+    summed: Any = jax.jit(add_to_all)(state, params)
     assert jax.tree.structure(summed) == jax.tree.structure(state)
     kernel = momentum(summed)["mlp"]["kernel"]
     np.testing.assert_array_equal(kernel, PARAMS["mlp"]["kernel"])
@@ -276,4 +276,4 @@ def test_tree_get_and_tree_set(place):
     np.testing.assert_allclose(momentum(state)["mlp"]["kernel"], share, rtol=1e-5)
     assert optax.tree.get(state, "learning_rate") == pytest.approx(0.1)
     twice, _ = step(grad, optax.tree.set(start, learning_rate=jnp.float32(0.2)), params)
-    assert_close(twice, jax.tree.map(lambda x: 2 * x, once))
+    assert_close(twice, jax.tree.map(lambda x: 2 * np.asarray(x), once))

@@ -52,13 +52,13 @@ def config(views: Any = None, partition: Any = None) -> MuonConfig:
 
 
 PARAMS = {
-    "mlp": {"kernel": jnp.ones((4, 6)), "bias": jnp.ones(6)},
-    "embed": {"embedding": jnp.ones((8, 4))},
+    "mlp": {"kernel": np.ones((4, 6), np.float32), "bias": np.ones(6, np.float32)},
+    "embed": {"embedding": np.ones((8, 4), np.float32)},
 }
 
 
 def received(tx: Any, params: Any = PARAMS) -> Any:
-    return jax.tree.map(lambda x: float(x.ravel()[0]), first_update(tx, params))
+    return jax.tree.map(lambda x: float(np.ravel(x)[0]), first_update(tx, params))
 
 
 def test_default_rules():
@@ -178,7 +178,7 @@ def test_a_state_without_a_place_for_frozen_leaves_goes_on_by_a_function_of_labe
     labels = labels_of("adam")
     txs: list[Any] = [muon(0.1, partition=p) for p in (labels, lambda _: labels)]
     state = txs[0].init(PARAMS)
-    (want, _), (got, new) = (tx.update(PARAMS, state, PARAMS) for tx in txs)
+    (want, _), (got, new) = (jax.jit(tx.update)(PARAMS, state, PARAMS) for tx in txs)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert jax.tree.structure(new) == jax.tree.structure(state)
 
@@ -210,7 +210,7 @@ def test_leaves_that_are_not_floating_point_stay_as_they_are(jit):
     for name in ("steps", "on", "byte"):
         np.testing.assert_array_equal(new[name], params[name])
         assert new[name].dtype == params[name].dtype
-    assert float(jnp.abs(new["w"] - params["w"]).min()) > 0.01
+    assert np.abs(np.asarray(new["w"]) - np.asarray(params["w"])).min() > 0.01
 
 
 def test_gradients_of_integers_as_jax_makes_them():
@@ -218,7 +218,7 @@ def test_gradients_of_integers_as_jax_makes_them():
         return (params["w"] * params["steps"][1]).sum()
 
     params = {"w": jnp.ones((4, 6)), "steps": jnp.arange(3)}
-    update = first_update(muon(0.1), jax.grad(loss, allow_int=True)(params), params)
+    update = first_update(muon(0.1), jax.jit(jax.grad(loss, allow_int=True))(params), params)
     new = apply_updates(params, update)
     np.testing.assert_array_equal(new["steps"], [0, 1, 2])
 
@@ -260,7 +260,7 @@ def changed(before: Any, after: Any, params: Any = PARAMS) -> str:
     return str(error.value)
 
 
-PAIR = {"w": jnp.ones((4, 6)), "b": jnp.ones(6)}
+PAIR = {"w": np.ones((4, 6), np.float32), "b": np.ones(6, np.float32)}
 FITS = "each gradient must be floating point, and of its parameter's and momentum's shape"
 
 

@@ -14,6 +14,7 @@ from flax import nnx
 from flax.core import freeze
 from flax.training.train_state import TrainState
 from flax.traverse_util import flatten_dict
+from running import first_update
 from shown import report
 
 from muon_optax import MuonDimensionNumbers, MuonWarning, Rule, flax_matrix_views, muon
@@ -40,6 +41,11 @@ def shapes(**leaves: tuple[int, ...]) -> Any:
     return tree
 
 
+def normal_like(tree: Any) -> Any:
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), tree)
+
+
 IN_OUT = ((0,), (1,))
 INTO_HEADS = ((0,), (1, 2))
 OUT_OF_HEADS = ((0, 1), (2,))
@@ -62,7 +68,7 @@ class LinenModel(nn.Module):
         return nn.Dense(11, name="lm_head")(nn.gelu(nn.Dense(8)(x)))
 
 
-TOKENS = jnp.arange(10).reshape(2, 5)
+TOKENS = np.arange(10, dtype=np.int32).reshape(2, 5)
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +146,7 @@ def test_attention_updates_are_orthogonal_in_the_merged_heads(linen_params):
     params: Any = {
         name: linen_params[name] for name in ("MultiHeadDotProductAttention_0", "Conv_1")
     }
-    grads = jax.tree.map(lambda p: jax.random.normal(KEY, p.shape), params)
-    updates, _ = jax.jit(lambda g: tx.update(g, tx.init(g), g))(grads)
+    updates = jax.tree.map(np.asarray, first_update(tx, normal_like(params), jit=True))
     attention = updates["MultiHeadDotProductAttention_0"]
     for kernel in (
         attention["query"]["kernel"].reshape(4, 8),
@@ -195,9 +200,8 @@ def test_linen_scan_declared_and_trained():
 
 
 def test_each_layer_of_a_scan_is_a_matrix_of_its_own():
-    params = jax.tree.map(
-        lambda s: jax.random.normal(KEY, s.shape),
-        shapes(layers__Dense_0__kernel=(3, 4, 8), layers__query__kernel=(3, 4, 2, 4)),
+    params = normal_like(
+        shapes(layers__Dense_0__kernel=(3, 4, 8), layers__query__kernel=(3, 4, 2, 4))
     )
     views = functools.partial(flax_matrix_views, scanned={"layers": 0})
     stack = muon(1.0, muon_weight_dimension_numbers=views)
@@ -205,8 +209,7 @@ def test_each_layer_of_a_scan_is_a_matrix_of_its_own():
     update = jax.jit(lambda g: one.update(g, one.init(g))[0])
     stacked = jax.jit(lambda g: stack.update(g, stack.init(g))[0])(params)
     for i in range(3):
-        layer = jax.tree.map(lambda x, i=i: x[i], params)
-        got = jax.tree.map(lambda x, i=i: x[i], stacked)
+        layer, got = (jax.tree.map(lambda x, i=i: np.asarray(x)[i], t) for t in (params, stacked))
         chex.assert_trees_all_close(got, update(layer), rtol=1e-5, atol=1e-6)
 
 
@@ -413,25 +416,27 @@ def test_leaves_without_a_place_in_a_model():
 
 
 def test_views_that_injection_calls_as_a_schedule():
-    params = {"query": {"kernel": jnp.ones((8, 2, 4)), "bias": jnp.ones((2, 4))}}
+    shapes = {"kernel": (8, 2, 4), "bias": (2, 4)}
+    params = {"query": {name: np.ones(shape, np.float32) for name, shape in shapes.items()}}
     options: Any = {"learning_rate": 1.0, "muon_weight_dimension_numbers": flax_matrix_views}
     with pytest.raises(TypeError, match=r"got int32\(\); .*'muon_weight_dimension_numbers',\)"):
         optax.inject_hyperparams(muon)(**options).init(params)
     tx: Any = optax.inject_hyperparams(muon, "muon_weight_dimension_numbers")(**options)
-    update = tx.update(params, tx.init(params), params)[0]["query"]["kernel"].reshape(8, 8)
+    update = first_update(tx, params, jit=True)["query"]["kernel"]
     rank_one = 0.696436 / 8  # five jordan steps of 1, spread over 64 equal entries
-    np.testing.assert_allclose(update, np.full((8, 8), -rank_one), rtol=1e-5)
+    np.testing.assert_allclose(update, np.full((8, 2, 4), -rank_one), rtol=1e-5)
 
 
 def test_views_under_a_mask():
-    params = {"Dense_0": {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(8)}, "Dense_1": jnp.eye(4)}
+    ones = np.ones((4, 8), np.float32)
+    params = {"Dense_0": {"kernel": ones, "bias": ones[0]}, "Dense_1": ones}
     tx = optax.partition(
         {"a": muon(0.1, muon_weight_dimension_numbers=flax_matrix_views), "b": optax.set_to_zero()},
         {"Dense_0": "a", "Dense_1": "b"},
     )
     updates: Any = jax.jit(tx.update)(params, tx.init(params), params)[0]
-    np.testing.assert_array_equal(updates["Dense_1"], np.zeros((4, 4)))
-    sigma = jnp.linalg.norm(updates["Dense_0"]["kernel"], 2)
+    np.testing.assert_array_equal(updates["Dense_1"], np.zeros((4, 8)))
+    sigma = np.linalg.norm(updates["Dense_0"]["kernel"], 2)
     assert 0.1 * 2**0.5 * 0.6 < sigma < 0.1 * 2**0.5 * 1.25
 
 
@@ -463,15 +468,13 @@ def test_report_says_why_a_leaf_has_no_view(linen_params):
 
 
 def test_one_input_channel_looks_depthwise_and_may_be_declared():
-    params = jax.tree.map(
-        lambda s: jax.random.normal(KEY, s.shape), shapes(stem__kernel=(3, 3, 1, 8))
-    )
+    params = normal_like(shapes(stem__kernel=(3, 3, 1, 8)))
     with pytest.warns(MuonWarning, match=r"grey images\..*: stem/kernel \(3, 3, 1, 8\)"):
         assert views_of(params) == {"stem/kernel": None}
     assert views_of(params, rules=(Rule("stem", "adam"),)) == {"stem/kernel": None}
     views = functools.partial(flax_matrix_views, rules=(Rule("stem", "muon"),))
     tx: Any = muon(1.0, "tight", scale="none", muon_weight_dimension_numbers=views)
-    update = tx.update(params, tx.init(params), params)[0]["stem"]["kernel"].reshape(9, 8)
+    update = np.reshape(first_update(tx, params, jit=True)["stem"]["kernel"], (9, 8))
     np.testing.assert_allclose(np.linalg.svd(update, compute_uv=False), 1.0, atol=0.05)
 
 

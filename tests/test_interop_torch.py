@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from running import run
+from running import apply_compiled, run
 
 from muon_optax import muon, recipes
 from muon_optax.interop import TensorRule, TorchLayout
@@ -109,15 +109,17 @@ class Net(torch.nn.Module):
 
 def flax_params(dtype: Any = jnp.float32) -> Any:
     """What Net is called in Flax."""
-    linear = {"kernel": jnp.zeros((4, 4), dtype), "bias": jnp.zeros(4, dtype)}
-    return {
-        "embed": {"embedding": jnp.zeros((11, 4), dtype)},
+    linear = {"kernel": (4, 4), "bias": (4,)}
+    shapes = {
+        "embed": {"embedding": (11, 4)},
         "layers_0": linear,
         "layers_1": linear,
-        "norm": {"scale": jnp.zeros(4, dtype), "bias": jnp.zeros(4, dtype)},
-        "up": {"kernel": jnp.zeros((4, 6), dtype)},
-        "conv": {"kernel": jnp.zeros((2, 5, 2, 3), dtype), "bias": jnp.zeros(3, dtype)},
+        "norm": {"scale": (4,), "bias": (4,)},
+        "up": {"kernel": (4, 6)},
+        "conv": {"kernel": (2, 5, 2, 3), "bias": (3,)},
     }
+    make = lambda shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    return jax.tree.map(make, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
 LAYOUT = TorchLayout(rename=((r"layers_(\d+)", r"layers.\1"),))
@@ -128,8 +130,8 @@ def test_state_dicts_go_there_and_back(dtype):
     tensors = Net(getattr(torch, dtype)).state_dict()
     params = interop.from_state_dict(tensors, flax_params(dtype), LAYOUT)
     square = tensors["layers.1.weight"].float().numpy()
-    np.testing.assert_array_equal(params["layers_1"]["kernel"].astype("float32"), square.T)
-    kernel = params["conv"]["kernel"].astype("float32")
+    np.testing.assert_array_equal(np.float32(params["layers_1"]["kernel"]), square.T)
+    kernel = np.asarray(params["conv"]["kernel"], np.float32)
     np.testing.assert_array_equal(kernel[1, 4, 0, 2], tensors["conv.weight"].float()[2, 0, 1, 4])
     back = interop.to_state_dict(params, LAYOUT)
     assert all(t.is_contiguous() for t in back.values())
@@ -141,7 +143,8 @@ def test_linear_layers_compute_the_same():
     net = Net()
     params = interop.from_state_dict(net.state_dict(), flax_params(), LAYOUT)
     x = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
-    got = x @ params["layers_0"]["kernel"] + params["layers_0"]["bias"]
+    kernel, bias = (np.asarray(params["layers_0"][name]) for name in ("kernel", "bias"))
+    got = x @ kernel + bias
     np.testing.assert_allclose(got, net.layers[0](torch.tensor(x)).detach(), rtol=1e-5, atol=1e-6)
 
 
@@ -155,7 +158,7 @@ def test_parameters_lie_where_the_likes_lie():
 
 def test_trees_of_torchs_own_names_need_no_rules():
     tensors = dict(Net().state_dict())
-    like = {key: jnp.zeros(tuple(t.shape)) for key, t in tensors.items()}
+    like = {k: jax.ShapeDtypeStruct(tuple(t.shape), jnp.float32) for k, t in tensors.items()}
     plain = TorchLayout(rules=())
     back = interop.to_state_dict(interop.from_state_dict(tensors, like, plain), plain)
     assert same_bits({key: back[key] for key in tensors}, tensors)
@@ -257,7 +260,10 @@ def test_export_after_import_is_the_identity():
 def test_import_after_export_is_the_identity():
     net, optimizers, names = torch_run(0)
     params, tx = jax_side(net)
-    grads = [jax.tree.map(lambda p, i=i: p * 0.1 + i, params) for i in range(2)]
+    grads = [
+        jax.tree.map(lambda p, i=i: np.float32(0.1) * p + np.float32(i), jax.device_get(params))
+        for i in range(2)
+    ]
     _, state, _ = run(tx, params, grads, jit=True)
     blank = [optimizer.state_dict() for optimizer in optimizers]
     dumps = interop.to_optimizer_state(state, params, blank, names=names, layout=LAYOUT)
@@ -284,13 +290,15 @@ def test_a_torch_run_goes_on_in_jax():
     update = jax.jit(tx.update)
     for grad in grads:
         updates, state = update(grad, state, params)
-        params = optax.apply_updates(params, updates)
+        params = apply_compiled(params, updates)
     want = interop.from_state_dict(net.state_dict(), params, LAYOUT)
     for got, wanted in zip(jax.tree.leaves(params), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(got, wanted, atol=2e-3)  # bfloat16 inside, at a rate of 0.02
     buffers = optimizers[0].state_dict()["state"]
     mu = state.inner_states["muon"].inner_state[0].mu["up"]["kernel"]
-    np.testing.assert_allclose(mu.T, buffers[2]["momentum_buffer"], rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(
+        np.transpose(mu), buffers[2]["momentum_buffer"], rtol=1e-6, atol=1e-7
+    )
 
 
 def test_names_from_the_state_dict_itself():
@@ -365,7 +373,8 @@ def test_states_that_do_not_fit_are_listed():
 @pytest.mark.parametrize("fields", [interop.MOONLIGHT_FIELDS, interop.DION_FIELDS])
 def test_other_systems_names_of_buffers(fields):
     """One optimizer for all, with a sum of gradients as momentum."""
-    params = {"up": {"kernel": jnp.ones((2, 3))}, "norm": {"scale": jnp.ones(3)}}
+    kernel, scale = np.ones((2, 3), np.float32), np.ones(3, np.float32)
+    params = {"up": {"kernel": kernel}, "norm": {"scale": scale}}
     momentum, first, second = torch.randn(3, 2), torch.randn(3), torch.rand(3)
     adam: dict[str, Any] = {fields.first: first, fields.second: second}
     group: dict[str, Any] = {"params": [0, 1], "lr": 0.1}
@@ -388,7 +397,7 @@ def test_other_systems_names_of_buffers(fields):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_momentum_forms_are_converted_only_when_asked(dtype):
-    grads = [{"w": jnp.full((2, 3), g, dtype)} for g in (1.0, -2.0, 3.0)]
+    grads = [{"w": np.full((2, 3), g, dtype)} for g in (1.0, -2.0, 3.0)]
     states = {
         form: run(muon(0.1, momentum=form, beta=0.9), grads[0], grads, jit=True)[1]
         for form in ("ema", "sum")
@@ -397,8 +406,7 @@ def test_momentum_forms_are_converted_only_when_asked(dtype):
     for here, there in ways:
         got = interop.convert_momentum(states[here], 0.9, to=there)
         mu = [
-            s.inner_states["muon"].inner_state[0].mu["w"].astype("float32")
-            for s in (got, states[there])
+            np.float32(s.inner_states["muon"].inner_state[0].mu["w"]) for s in (got, states[there])
         ]
         np.testing.assert_allclose(*mu, rtol=1e-6 if dtype == jnp.float32 else 1e-2)
     with pytest.raises(ValueError, match="to must be one of"):

@@ -1,11 +1,11 @@
 """Layers whose weights torch keeps in another order than Linear and Conv do."""
 
+import functools
 import re
 from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -60,8 +60,12 @@ class Gpt2(torch.nn.Module):
         return self.head(x)
 
 
+def zeros(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.float32)
+
+
 def dense(inputs: int, outputs: int) -> dict[str, Any]:
-    return {"kernel": jnp.zeros((inputs, outputs)), "bias": jnp.zeros(outputs)}
+    return {"kernel": zeros(inputs, outputs), "bias": zeros(outputs)}
 
 
 def gpt2_params(width: int = 8) -> Any:
@@ -70,7 +74,7 @@ def gpt2_params(width: int = 8) -> Any:
         "mlp": {"c_fc": dense(width, 4 * width), "c_proj": dense(4 * width, width)},
     }
     return {
-        "wte": {"embedding": jnp.zeros((11, width))},
+        "wte": {"embedding": zeros(11, width)},
         "h": {"0": block, "1": block},
         "head": dense(width, width),
     }
@@ -132,17 +136,17 @@ def test_what_biases_do_not_tell_is_read_as_the_rules_say():
     torch.manual_seed(0)
     net = Gpt2()
     params = interop.from_state_dict(net.state_dict(), gpt2_params(), GPT2)
-    np.testing.assert_array_equal(params["head"]["kernel"].T, net.head.weight.detach())
-    square = {"kernel": jnp.zeros((4, 4)), "bias": jnp.zeros(4)}
+    np.testing.assert_array_equal(np.transpose(params["head"]["kernel"]), net.head.weight.detach())
+    square = {"kernel": zeros(4, 4), "bias": zeros(4)}
     both = {"lin": square, "up": dense(4, 8)}
     tensors = {"lin.weight": torch.randn(4, 4), "lin.bias": torch.zeros(4)}
     linear = {"up.weight": torch.randn(8, 4), "up.bias": torch.zeros(8)}
     conv1d = {"up.weight": torch.randn(4, 8), "up.bias": torch.zeros(8)}
     found = interop.from_state_dict({**tensors, **linear}, both)
-    np.testing.assert_array_equal(found["lin"]["kernel"].T, tensors["lin.weight"])
+    np.testing.assert_array_equal(np.transpose(found["lin"]["kernel"]), tensors["lin.weight"])
     own = TorchLayout((TensorRule("lin/kernel", (1, 0), "weight"), *conv1d_rules("up")))
     found = interop.from_state_dict({**tensors, **conv1d}, both, own)
-    np.testing.assert_array_equal(found["lin"]["kernel"].T, tensors["lin.weight"])
+    np.testing.assert_array_equal(np.transpose(found["lin"]["kernel"]), tensors["lin.weight"])
     with pytest.raises(ValueError, match=r"lin/kernel: lin\.weight is \[in, out\] in torch"):
         interop.from_state_dict(
             {**tensors, **conv1d}, both, TorchLayout((*conv1d_rules("up"), *default_torch_rules()))
@@ -183,7 +187,7 @@ def test_optimizer_states_of_conv1d():
     np.testing.assert_array_equal(
         block["attn"]["c_proj"]["kernel"], buffers["h.1.attn.c_proj.weight"]
     )
-    np.testing.assert_array_equal(mu["head"]["kernel"].T, buffers["head.weight"])
+    np.testing.assert_array_equal(np.transpose(mu["head"]["kernel"]), buffers["head.weight"])
     with pytest.raises(ValueError, match=r"conv1d_rules\(\)") as error:
         interop.from_optimizer_state(fresh, params, dumps, count=2)
     assert named(str(error.value)) == MENDED[()]
@@ -238,12 +242,12 @@ def test_transposed_convolutions_there_and_back(name, rank, channels):
     kind = getattr(torch.nn, f"ConvTranspose{rank}d")
     net = torch.nn.ModuleDict({name: kind(inputs, outputs, window, strides)})
     tensors = net.state_dict()
-    like = {name: {"kernel": jnp.zeros((*window, inputs, outputs)), "bias": jnp.zeros(outputs)}}
+    like = {name: {"kernel": zeros(*window, inputs, outputs), "bias": zeros(outputs)}}
     params = interop.from_state_dict(tensors, like)
     size = (*(2, 4, 5, 6)[: rank + 1], inputs)
     x = np.random.default_rng(0).normal(size=size).astype("float32")
     module: Any = nn.ConvTranspose(outputs, window, strides, padding="VALID")
-    got = module.apply({"params": params[name]}, x)
+    got = jax.jit(module.apply)({"params": params[name]}, x)
     with torch.no_grad():
         want = net[name](torch.from_numpy(np.moveaxis(x, -1, 1))).numpy()
     np.testing.assert_allclose(got, np.moveaxis(want, 1, -1), rtol=1e-4, atol=1e-5)
@@ -259,15 +263,16 @@ def test_transposed_convolutions_of_nnx_and_with_a_transposed_kernel():
         want = np.moveaxis(net(torch.from_numpy(np.moveaxis(x, -1, 1))).numpy(), 1, -1)
     tensors = {f"up.{key}": tensor for key, tensor in net.state_dict().items()}
     for flag in (False, True):
-        module = nnx.ConvTranspose(
-            3, 3, (2, 3), 2, padding="VALID", transpose_kernel=flag, rngs=nnx.Rngs(0)
-        )
+        options: Any = {"padding": "VALID", "transpose_kernel": flag}
+        make = functools.partial(nnx.ConvTranspose, 3, 3, (2, 3), 2, **options)
+        module = nnx.jit(make)(rngs=nnx.Rngs(0))
         axes = (3, 2, 0, 1) if flag else (2, 3, 0, 1)
         rule = TensorRule("up/kernel", axes, "weight", () if flag else (0, 1))
         like = {"up": nnx.to_pure_dict(nnx.state(module, nnx.Param))}
         params = interop.from_state_dict(tensors, like, TorchLayout((rule,)))
         nnx.update(module, params["up"])
-        np.testing.assert_allclose(module(jnp.asarray(x)), want, rtol=1e-4, atol=1e-5)
+        got = nnx.jit(lambda module, x: module(x))(module, x)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +285,7 @@ def test_transposed_convolutions_of_nnx_and_with_a_transposed_kernel():
 def test_a_transposed_convolution_read_as_a_convolution_is_told(outputs, name, message):
     own = torch.nn.ConvTranspose2d(3, outputs, 2).state_dict()
     tensors = {f"{name}.{k}": x for k, x in own.items()}
-    like = {"conv_up": {"kernel": jnp.zeros((2, 2, 3, outputs)), "bias": jnp.zeros(outputs)}}
+    like = {"conv_up": {"kernel": zeros(2, 2, 3, outputs), "bias": zeros(outputs)}}
     rename = ((r"^conv_up", name),)
     with pytest.raises(ValueError, match=message):
         interop.from_state_dict(tensors, like, TorchLayout(rename=rename))
@@ -299,7 +304,7 @@ def test_momentum_of_a_transposed_convolution_goes_there_and_back():
     weight.grad = torch.randn_like(weight)
     optimizer.step()
     dump = optimizer.state_dict()
-    params = {"deconv": {"kernel": jnp.zeros((2, 2, 3, 3))}}
+    params = {"deconv": {"kernel": zeros(2, 2, 3, 3)}}
     tx = muon(0.1, partition=lambda params: jax.tree.map(lambda _: "adam", params))
     with pytest.warns(match="no leaf gets Muon"):
         fresh = tx.init(params)
@@ -342,7 +347,7 @@ def test_running_statistics_of_batch_norm():
     variables = interop.from_state_dict(tensors, like, layout)
     with torch.no_grad():
         want = net(torch.from_numpy(x)).numpy()
-    np.testing.assert_allclose(module.apply(variables, x), want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(module.apply)(variables, x), want, rtol=1e-5, atol=1e-5)
     back = interop.to_state_dict(variables, layout)
     assert {key: torch.equal(x, tensors[key]) for key, x in back.items()} == dict.fromkeys(
         tensors, True

@@ -143,8 +143,12 @@ def test_the_step_of_equinox_examples_is_compiled_once():
 
 
 TREE = {
-    "mlp": {"up": jnp.ones((4, 6)), "down": jnp.full((6, 4), 2.0), "bias": jnp.ones(6)},
-    "embed": jnp.ones((8, 4)),
+    "mlp": {
+        "up": np.ones((4, 6), np.float32),
+        "down": np.full((6, 4), 2, np.float32),
+        "bias": np.ones(6, np.float32),
+    },
+    "embed": np.ones((8, 4), np.float32),
 }
 
 
@@ -152,10 +156,8 @@ TO_GO_ON: Any = muon(0.1, weight_decay=0.1, adam_weight_decay=0.1, orthogonalize
 
 
 def gradients(seed: int) -> Any:
-    leaves, treedef = jax.tree.flatten(TREE)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    draws = [jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
-    return treedef.unflatten(draws)
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), TREE)
 
 
 def without(tree: Any, *paths: str, mark: Any = None) -> Any:
@@ -190,7 +192,7 @@ def test_moments_of_leaves_without_a_gradient_stay_and_go_on(gone, mark):
         for key, x in moments(skipped, name).items():
             np.testing.assert_array_equal(x, moments(full, name)[key])
     again, _ = update(gradients(2), skipped, TREE)
-    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(again))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(again))
     assert jax.tree.structure(again) == jax.tree.structure(TREE)
 
 
@@ -198,8 +200,9 @@ def test_none_stands_for_a_whole_subtree():
     tx: Any = muon(0.1, adam_weight_decay=0.1, orthogonalizer=halves)
     state = tx.init(TREE)
     grads = gradients(0)
-    updates, new = tx.update({**grads, "mlp": None}, state, TREE)
-    want, _ = tx.update(grads, state, TREE)
+    update = jax.jit(tx.update)
+    updates, new = update({**grads, "mlp": None}, state, TREE)
+    want, _ = update(grads, state, TREE)
     assert updates["mlp"] is None
     np.testing.assert_allclose(updates["embed"], want["embed"], rtol=1e-6)
     assert jax.tree.structure(new) == jax.tree.structure(state)
@@ -291,8 +294,8 @@ PIECES: dict[str, Any] = {
 @pytest.mark.parametrize("name", PIECES)
 def test_the_pieces_pass_over_leaves_too(name):
     tx = PIECES[name]
-    params = {"w": jnp.ones((4, 6)), "v": jnp.ones((2, 3)), "none": None}
-    grads = {"w": jax.random.normal(jax.random.key(0), (4, 6)), "v": None, "none": None}
+    params = {"w": TREE["mlp"]["up"], "v": np.ones((2, 3), np.float32), "none": None}
+    grads = {"w": gradients(0)["mlp"]["up"], "v": None, "none": None}
     state = tx.init(params)
     updates, new = tx.update(grads, state, {**params, "none": jax.nn.relu})
     alone = {"w": params["w"]}
@@ -310,14 +313,17 @@ def test_the_pieces_pass_over_leaves_too(name):
 def test_what_does_not_fit_is_still_an_error():
     """A leaf that the gradients don't even have a place for was forgotten."""
     tx: Any = muon(0.1)
-    params = {"up": jnp.ones((4, 6)), "down": jnp.ones((6, 4)), "act": None}
+    params = {"up": TREE["mlp"]["up"], "down": TREE["mlp"]["down"], "act": None}
     state = tx.init(params)
     model = {**params, "act": jax.nn.relu}
     for grads, line in [
         ({"up": None, "act": None}, "down: got gradient none, parameter float32(6, 4), momentum"),
-        ({**params, "up": None, "down": jnp.ones((4, 6))}, "down: got gradient float32(4, 6), "),
-        ({**params, "act": jnp.ones(3)}, "act: got custom_jvp"),
-        ({**params, "up": None, "new": jnp.ones(3)}, "new: got gradient float32(3,), parameter"),
+        ({**params, "up": None, "down": params["up"]}, "down: got gradient float32(4, 6), "),
+        ({**params, "act": np.ones(3, np.float32)}, "act: got custom_jvp"),
+        (
+            {**params, "up": None, "new": np.ones(3, np.float32)},
+            "new: got gradient float32(3,), parameter",
+        ),
     ]:
         with pytest.raises(ValueError, match="must be") as error:
             tx.update(grads, state, model)

@@ -1,8 +1,8 @@
 """The accuracy bars: how near to 1 the singular values come, in each dtype and by each method."""
 
 from functools import cache
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
@@ -28,6 +28,10 @@ def inputs() -> dict[str, np.ndarray]:
     }
 
 
+def in_float32(x: np.ndarray) -> Any:
+    return x.astype(np.float32)
+
+
 def square(*kinds: str) -> np.ndarray:
     return np.stack([inputs()[kind] for kind in kinds])
 
@@ -39,7 +43,7 @@ def distance(result, x: np.ndarray) -> float:
 
 def moved(name: ScheduleName, x: np.ndarray, norm: float, floor: float, **options) -> np.ndarray:
     """The new values along the singular vectors of `x` whose value / norm is at least `floor`."""
-    result = np.asarray(newton_schulz(jnp.asarray(x, jnp.float32), name, **options), np.float64)
+    result = np.asarray(newton_schulz(in_float32(x), name, **options), np.float64)
     u, s, vh = np.linalg.svd(x, full_matrices=False)
     kept = s / norm >= floor
     return singular_values(u[:, kept].T @ result @ vh[kept].T)
@@ -59,7 +63,7 @@ def test_tight_brings_singular_values_near_one(dtype, low, high, method):
 
 def test_tight_is_near_the_polar_factor_of_a_gaussian():
     x = gaussian(512, 512)
-    assert distance(newton_schulz(jnp.asarray(x, jnp.float32), "tight"), x) <= 0.055
+    assert distance(newton_schulz(in_float32(x), "tight"), x) <= 0.055
 
 
 def test_fast_is_as_near_as_dion_with_a_step_less():
@@ -71,7 +75,7 @@ def test_fast_is_as_near_as_dion_with_a_step_less():
         "spiked": (spiked(128, 128), 0.04),
     }
     for kind, (x, slack) in bars.items():
-        y = jnp.asarray(x, jnp.float32)
+        y = in_float32(x)
         fast, dion = (distance(newton_schulz(y, name), x) for name in ("fast", "dion"))
         assert fast <= dion + slack, kind
 
@@ -88,7 +92,7 @@ def test_eight_steps_of_polar_express_converge(method):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_gram_equals_standard(name):
     bar = 1e-4 if len(resolve_schedule(name).rows) <= 5 else 2e-3
-    x = jnp.asarray(square("gaussian", "kappa 1e2", "kappa 1e6"), jnp.float32)
+    x = in_float32(square("gaussian", "kappa 1e2", "kappa 1e6"))
     standard, gram = (newton_schulz(x, name, method=method) for method in ("standard", "gram"))
     for each in range(len(x)):
         assert relative_error(gram[each], standard[each]) < bar
@@ -98,7 +102,7 @@ def test_gram_equals_standard(name):
     ("name", "steps"), [("polar_express", 8), ("polar_express", 12), ("jordan", 8)]
 )
 def test_gram_equals_standard_in_many_steps(name, steps):
-    x = jnp.asarray(square("gaussian", "kappa 1e2", "kappa 1e6"), jnp.float32)
+    x = in_float32(square("gaussian", "kappa 1e2", "kappa 1e6"))
     standard, gram = (newton_schulz(x, name, steps, method=m) for m in ("standard", "gram"))
     for each in range(len(x)):
         assert relative_error(gram[each], standard[each]) < 2e-3
@@ -111,12 +115,12 @@ def test_gram_equals_standard_in_many_steps(name, steps):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_singular_value_grows(name, dtype, method):
     x = square("gaussian", "kappa 1e2", "kappa 1e6", "rank one", "half rank")
-    result = newton_schulz(jnp.asarray(x, jnp.float32), name, dtype=dtype, method=method)
+    result = newton_schulz(in_float32(x), name, dtype=dtype, method=method)
     largest = singular_values(result)[:, 0]
     assert largest.max() <= (1.25 if name == "jordan" else 1.2), largest
 
 
 def test_a_large_matrix_by_the_halved_gram_method():
-    x = jnp.asarray(log_uniform(512, 640, 1e3), jnp.float32)
+    x = in_float32(log_uniform(512, 640, 1e3))
     standard, gram = (newton_schulz(x, "polar_express", method=m) for m in ("standard", "gram"))
     assert relative_error(gram, standard) < 1e-4

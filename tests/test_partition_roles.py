@@ -1,6 +1,7 @@
 """What each leaf is, by names and by evidence: each case stands for a kind."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_roles import BLOCK, TORCH_BLOCK, Shapes, in_model, role_in_model, roles
+from running import first_update
 from shown import plan, report
 
 from muon_optax import MuonDimensionNumbers, Rule, default_rules, muon
@@ -258,8 +260,10 @@ def shapes_of(shapes: Shapes) -> dict[str, Any]:
 def test_an_equinox_mlp_is_scaled_by_its_outputs():
     """Weights are [out, in]: sqrt(64 / 4), not sqrt(4 / 64) bounded by 1."""
     for use_bias in (True, False):
-        mlp = eqx.nn.MLP(4, 8, 64, 2, use_bias=use_bias, key=jax.random.key(0))
-        rows = {row.path: row for row in report(eqx.filter(mlp, eqx.is_inexact_array)).rows}
+        make = functools.partial(eqx.nn.MLP, 4, 8, 64, 2, use_bias=use_bias)
+        mlp = eqx.filter_eval_shape(make, key=jax.random.key(0))
+        is_struct = lambda x: isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
+        rows = {row.path: row for row in report(eqx.filter(mlp, is_struct)).rows}
         assert rows["layers/0/weight"].scales == (4.0,)
         assert rows["layers/0/weight"].matrices == ((1, 4, 64),)
         assert rows["layers/1/weight"].scales == (1.0,)
@@ -267,10 +271,9 @@ def test_an_equinox_mlp_is_scaled_by_its_outputs():
 
 
 def test_an_update_of_a_transposed_matrix_has_its_scale():
-    params = {"up": {"weight": jnp.eye(8, 2), "bias": jnp.zeros(8)}}
+    params = {"up": {"weight": np.eye(8, 2, dtype=np.float32), "bias": np.zeros(8, np.float32)}}
     tx = muon(1.0, "tight", nesterov=False)
-    updates: Any = tx.update(params, tx.init(params), params)[0]
-    update = updates["up"]["weight"]
+    update = first_update(tx, params, jit=True)["up"]["weight"]
     np.testing.assert_allclose(update, -2.0 * np.eye(8, 2), atol=0.02)  # sqrt(8 / 2)
 
 

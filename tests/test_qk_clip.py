@@ -43,9 +43,9 @@ def logits_of(q: np.ndarray, k: np.ndarray) -> np.ndarray:
 
 
 def clipped(params: Any, logits: Any, *options: float, heads: Any) -> Any:
-    """`clip_qk`, compiled as a whole."""
+    """`clip_qk`, compiled as a whole; as arrays of numpy."""
     clip = lambda params, logits: clip_qk(params, logits, *options, heads=heads)  # noqa: E731
-    return jax.jit(clip)(params, logits)
+    return jax.tree.map(np.asarray, jax.jit(clip)(params, logits))
 
 
 MHA = Attention(HEADS, {"q": HeadWeight("query", 1), "k": HeadWeight("key", 1)})
@@ -56,7 +56,7 @@ GQA = Attention(HEADS, dict(MHA.weights), KEYS)
 @pytest.mark.parametrize(("attention", "keys"), [(MHA, HEADS), (GQA, KEYS)])
 def test_logits_become_g_times_what_they_were(attention, keys, alpha):
     params = {"q": normal(0, WIDTH, HEADS, DIMS), "k": normal(1, WIDTH, keys, DIMS)}
-    new = clip_qk(params, {"": LOGITS}, TAU, alpha, heads={"": attention})
+    new = clipped(params, {"": LOGITS}, TAU, alpha, heads={"": attention})
     g = factors(LOGITS, HEADS // keys)
     want = g[:, None, None] * logits_of(params["q"], params["k"])
     np.testing.assert_allclose(logits_of(new["q"], new["k"]), want, rtol=1e-5, atol=1e-5)
@@ -168,7 +168,7 @@ def test_fused_kernels(name, layers):
     apart = {x: normal(i, *layers, WIDTH, n, DIMS) for i, (x, n) in enumerate(counts.items())}
     weights = {"q": HeadWeight("query", -2), "k": HeadWeight("key", -2)}
     new = clipped(apart, {"": logits}, TAU, 0.3, heads={"": Attention(HEADS, weights, keys)})
-    want = fuse(**jax.tree.map(np.asarray, new))
+    want = fuse(**new)
     params, attention = {"qkv": fuse(**apart)}, Attention(HEADS, {"qkv": holds}, keys)
     got = clipped(params, {"": logits}, TAU, 0.3, heads={"": attention})
     np.testing.assert_allclose(got["qkv"], want, rtol=1e-6)
@@ -232,16 +232,16 @@ def test_the_transformation_leads_to_the_clipped_weights():
     views: Any = {"attn": {k: MuonDimensionNumbers(0, (1, 2)) for k in "qk"}}
     views["up"] = MuonDimensionNumbers(0, 1)
     plain: Any = muon(0.1, muon_weight_dimension_numbers=views)
-    clipped: Any = optax.chain(plain, qk_clip(TAU, heads=heads))
-    step = jax.jit(clipped.update)
-    moved = optax.apply_updates(params, plain.update(grads, plain.init(params), params)[0])
-    want = clip_qk(moved, {"attn": LOGITS}, TAU, heads=heads)
-    state = clipped.init(params)
+    with_clip: Any = optax.chain(plain, qk_clip(TAU, heads=heads))
+    unclipped, step = jax.jit(plain.update), jax.jit(with_clip.update)
+    moved = optax.apply_updates(params, unclipped(grads, plain.init(params), params)[0])
+    want = clipped(moved, {"attn": LOGITS}, TAU, heads=heads)
+    state = with_clip.init(params)
     updates, state = step(grads, state, params, max_logits={"attn": LOGITS})
     got = optax.apply_updates(params, updates)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
     below, _ = step(grads, state, params, max_logits={"attn": np.zeros(HEADS)})
-    same, _ = jax.jit(plain.update)(grads, state[0], params)
+    same, _ = unclipped(grads, state[0], params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), below, same)
 
 
@@ -285,7 +285,7 @@ def test_logits_may_be_sharded_by_heads(of_logits):
     mesh = sharded.make_mesh({"a": 2, "b": 2}, "explicit")
     params = {"q": normal(0, WIDTH, HEADS * DIMS), "k": normal(1, WIDTH, KEYS * DIMS)}
     where = {"q": jax.NamedSharding(mesh, P("a")), "k": jax.NamedSharding(mesh, P("a", "b"))}
-    want = clip_qk(params, {"": LOGITS}, TAU, heads={"": GQA})
+    want = clipped(params, {"": LOGITS}, TAU, heads={"": GQA})
     clip = jax.jit(lambda p, s: clip_qk(p, {"": s}, TAU, heads={"": GQA}))
     logits = jax.device_put(LOGITS.astype("float32"), jax.NamedSharding(mesh, of_logits))
     got = clip(jax.device_put(params, where), logits)
@@ -311,8 +311,8 @@ def test_leaves_without_a_gradient():
 def test_ranks_are_never_promoted():
     params = {"q": normal(0, WIDTH, HEADS, DIMS), "k": normal(1, WIDTH, KEYS, DIMS)}
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        got = clip_qk(params, {"": LOGITS}, TAU, heads={"": GQA})
-    want = clip_qk(params, {"": LOGITS}, TAU, heads={"": GQA})
+        got = clipped(params, {"": LOGITS}, TAU, heads={"": GQA})
+    want = clipped(params, {"": LOGITS}, TAU, heads={"": GQA})
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
@@ -333,16 +333,16 @@ def test_data_parallel_devices_clip_by_the_largest_logit_of_all():
     mesh = sharded.make_mesh({"data": 8}, "auto")
     step = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
     got = optax.apply_updates(params, jax.jit(step)(params, inputs))
-    want = clip_qk(params, {"": largest(params, inputs)}, TAU, heads={"": MHA})
+    want = clipped(params, {"": jax.jit(largest)(params, inputs)}, TAU, heads={"": MHA})
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
     assert np.any(want["q"] != params["q"])
 
 
 def test_bfloat16_weights_are_rounded_once():
     params = {
-        name: jnp.asarray(normal(i, WIDTH, HEADS, DIMS), "bfloat16") for i, name in enumerate("qk")
+        name: normal(i, WIDTH, HEADS, DIMS).astype(jnp.bfloat16) for i, name in enumerate("qk")
     }
-    new = clip_qk(params, {"": LOGITS}, TAU, 0.3, heads={"": MHA})
+    new = clipped(params, {"": LOGITS}, TAU, 0.3, heads={"": MHA})
     want = params["q"].astype("float32") * factors(LOGITS)[:, None].astype("float32") ** 0.3
     assert new["q"].dtype == jnp.bfloat16
     np.testing.assert_allclose(new["q"].astype("float32"), want, rtol=2**-8)
@@ -400,6 +400,6 @@ def test_options_out_of_range():
             Attention(4, {"qkv": pair})
     with pytest.raises(ValueError, match="4 heads can't share 3"):
         Attention(4, {}, 3)
-    tx, params = qk_clip(heads={}), {"w": jnp.ones(2)}
+    tx, params = qk_clip(heads={}), {"w": np.ones(2)}
     with pytest.raises(ValueError, match="needs the parameters and the largest logits"):
         tx.update(params, tx.init(params), params)

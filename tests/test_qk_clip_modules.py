@@ -11,7 +11,7 @@ import optax
 import pytest
 import sharded
 from flax import nnx
-from running import apply_updates
+from running import apply_compiled, first_update
 
 from muon_optax import Attention, HeadWeight, clip_qk, flax_matrix_views, muon, qk_clip
 
@@ -37,7 +37,7 @@ def random_like(params: Any) -> Any:
     leaves, treedef = jax.tree.flatten(params)
     rng = np.random.default_rng(1)
     return treedef.unflatten(
-        [jnp.asarray(rng.normal(size=x.shape) / WIDTH**0.4, jnp.float32) for x in leaves]
+        [np.asarray(rng.normal(size=x.shape) / WIDTH**0.4, np.float32) for x in leaves]
     )
 
 
@@ -112,10 +112,9 @@ def nnx_logits(model: Any) -> jax.Array:
 def nnx_params(key_heads: int, *, stacked: bool) -> tuple[Any, Callable[[Any], jax.Array]]:
     """The parameters as a state of NNX, and what computes their logits."""
     make = lambda rngs: NnxBlock(rngs, key_heads)  # noqa: E731
-    rngs = nnx.Rngs(0)
     if stacked:
         make = nnx.split_rngs(splits=LAYERS)(nnx.vmap(make, in_axes=0, out_axes=0))
-    graph, params, rest = nnx.split(make(rngs), nnx.Param, ...)
+    graph, params, rest = nnx.split(nnx.jit(make)(nnx.Rngs(0)), nnx.Param, ...)
 
     def logits(params: Any) -> jax.Array:
         of_layer = lambda params, rest: nnx_logits(nnx.merge(graph, params, rest))  # noqa: E731
@@ -144,7 +143,8 @@ def test_the_logits_of_the_module_are_scaled(name):
     of_keys = largest.reshape(*largest.shape[:-1], key_heads, -1).max(-1)
     tau = float(of_keys.min() + of_keys.max()) / 2  # between the heads
     heads = {path: Attention(HEADS, WEIGHTS, key_heads)}
-    after = np.asarray(logits(clip_qk(params, {path: largest}, tau, ALPHA, heads=heads)))
+    clip = jax.jit(lambda params: clip_qk(params, {path: largest}, tau, ALPHA, heads=heads))
+    after = np.asarray(logits(clip(params)))
     g = np.repeat(np.minimum(1, tau / of_keys.astype(np.float64)), HEADS // key_heads, -1)
     assert g.min() < 0.9
     assert g.max() == 1
@@ -155,15 +155,17 @@ def test_the_logits_of_the_module_are_scaled(name):
 
 def test_an_optimizer_of_nnx_hands_the_logits_on():
     """`nnx.Optimizer.update` passes `max_logits` to the chain."""
-    model = NnxBlock(nnx.Rngs(0), HEADS)
-    largest = np.asarray(nnx_logits(model)).max((0, 2, 3))
+    model, logits = nnx.jit(NnxBlock, static_argnums=1)(nnx.Rngs(0), HEADS), nnx.jit(nnx_logits)
+    largest = np.asarray(logits(model)).max((0, 2, 3))
     tau, heads = float(largest.min() / 2), {"attn": Attention(HEADS, WEIGHTS)}
     plain: Any = muon(0.1, sharded.FAST, muon_weight_dimension_numbers=flax_matrix_views)
     params = nnx.state(model, nnx.Param)
-    moved = apply_updates(params, plain.update(params, plain.init(params), params)[0])
+    moved = apply_compiled(params, first_update(plain, params, jit=True))
     graph = nnx.graphdef(model)
-    unclipped = nnx_logits(nnx.merge(graph, moved, nnx.state(model, nnx.Not(nnx.Param))))
+    unclipped = logits(nnx.merge(graph, moved, nnx.state(model, nnx.Not(nnx.Param))))
     optimizer = nnx.Optimizer(model, optax.chain(plain, qk_clip(tau, heads=heads)), wrt=nnx.Param)
-    optimizer.update(model, params, max_logits={"attn": largest})
+    nnx.jit(lambda model, optimizer: optimizer.update(model, params, max_logits={"attn": largest}))(
+        model, optimizer
+    )
     want = (tau / largest)[:, None, None] * unclipped
-    np.testing.assert_allclose(nnx_logits(model), want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(logits(model), want, rtol=1e-5, atol=1e-5)

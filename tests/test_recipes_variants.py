@@ -291,7 +291,7 @@ def test_muonclip_is_muon_to_who_asks():
     assert momentum(state)["q"]["kernel"].dtype == jnp.bfloat16
     assert {row.optimizer for row in report(tx, params).rows} == {"muon", "adam"}
     with pytest.raises(ValueError, match="needs the parameters and the largest logits"):
-        tx.update(params, state, params)
+        jax.eval_shape(tx.update, params, state, params)
 
 
 def test_an_unknown_method_is_named():

@@ -11,7 +11,7 @@ import optax
 import pytest
 import reference
 from jax.sharding import NamedSharding, PartitionSpec
-from running import apply_updates, dtypes, first_update, run
+from running import apply_compiled, dtypes, first_update, run
 
 from muon_optax import muon, newton_schulz
 from muon_optax.orthogonalization import SCHEDULES
@@ -41,8 +41,9 @@ VARIANTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_a_zero_gradient_gives_exactly_zero(options):
     decay = options.get("weight_decay", 0.0)
-    grads = {"ones": jnp.zeros((4, 4)), "zeros": jnp.zeros((4, 4)), "b": jnp.zeros(3)}
-    params = {"ones": jnp.ones((4, 4)), "zeros": jnp.zeros((4, 4)), "b": jnp.zeros(3)}
+    zeros = np.zeros((4, 4), np.float32)
+    grads = {"ones": zeros, "zeros": zeros, "b": zeros[0]}
+    params = {**grads, "ones": np.ones_like(zeros)}
     for rate in (0.0, 0.1):
         updates, state, _ = run(muon(rate, **options), params, [grads])
         np.testing.assert_array_equal(updates[0]["ones"], -np.float32(decay) * params["ones"])
@@ -52,9 +53,10 @@ def test_a_zero_gradient_gives_exactly_zero(options):
 
 
 def test_a_zero_gradient_between_others_does_no_harm():
-    grads = [{"w": g} for g in (jnp.zeros((4, 4)), jnp.eye(4), jnp.zeros((4, 4)))]
-    updates, _, _ = run(muon(1.0), {"w": jnp.zeros((4, 4))}, grads)
-    want = reference.muon(np.zeros((4, 4)), [g["w"] for g in grads], learning_rate=1.0)
+    zeros, eye = np.zeros((4, 4), np.float32), np.eye(4, dtype=np.float32)
+    grads = [{"w": g} for g in (zeros, eye, zeros)]
+    updates, _, _ = run(muon(1.0), {"w": zeros}, grads)
+    want = reference.muon(zeros, [g["w"] for g in grads], learning_rate=1.0)
     np.testing.assert_allclose([u["w"] for u in updates], want, atol=1e-5)
 
 
@@ -72,7 +74,7 @@ def complex_matrix(m, n):
 @pytest.mark.parametrize("kind", PRECONDITIONINGS)
 def test_complex_matrices_become_nearly_unitary(kind):
     x = complex_matrix(4, 6)
-    leaves = {"wide": jnp.asarray(x), "tall": jnp.asarray(x.conj().T)}
+    leaves = {"wide": x, "tall": x.conj().T}
     update = first_update(muon(1.0, preconditioning=kind, scale="none"), leaves, jit=True)
     want = -reference.newton_schulz(x, norm=kind)
     assert reference.relative_error(update["wide"], want) <= 1e-5
@@ -82,8 +84,8 @@ def test_complex_matrices_become_nearly_unitary(kind):
 
 
 def test_each_leaf_and_its_state_keep_their_dtype_beside_complex_ones():
-    params = {"complex": complex_matrix(4, 6), "real": reference.matrix(0, 4, 6), "b": jnp.ones(3)}
-    params = jax.tree.map(jnp.asarray, params)
+    ones = np.ones(3, np.float32)
+    params = {"complex": complex_matrix(4, 6), "real": reference.matrix(0, 4, 6), "b": ones}
     tx = muon(optax.linear_schedule(0.1, 0.0, 5))
     updates, state, _ = run(tx, params, [params] * 3, jit=True)
     assert all(dtypes(u) == dtypes(params) for u in updates)
@@ -113,7 +115,7 @@ def hard_matrices(n):
 @pytest.mark.parametrize(("kind", "size"), [("frobenius", 256), ("spectral", 64)])
 def test_polar_express_does_not_grow_with_steps(dtype, kind, size):
     largest = []
-    x = jnp.asarray(hard_matrices(size), dtype)
+    x: Any = hard_matrices(size).astype(jnp.dtype(dtype))
     for steps in (5, 8, 12):
         y = newton_schulz(x, "polar_express", steps, preconditioning=kind)
         values = np.linalg.svd(np.asarray(y, np.float64), compute_uv=False)
@@ -130,8 +132,8 @@ def test_the_second_update_depends_on_the_first_gradient():
     second = reference.matrix(3, 2, 2, kappa=3)
     updates = []
     for first in (np.diag([1.0, 2.0]), np.diag([2.0, -1.0])):
-        grads = [{"w": jnp.asarray(g, jnp.float32)} for g in (first, second)]
-        got, _, _ = run(muon(1.0, beta=0.95), {"w": jnp.zeros((2, 2))}, grads)
+        grads = [{"w": np.float32(g)} for g in (first, second)]
+        got, _, _ = run(muon(1.0, beta=0.95), {"w": np.zeros((2, 2), np.float32)}, grads, jit=True)
         mix = reference.mixes([first, second], beta=0.95)[-1]
         assert reference.relative_error(got[1]["w"], -reference.newton_schulz(mix)) <= 1e-5
         updates.append(got[1]["w"])
@@ -144,23 +146,22 @@ def test_the_second_update_depends_on_the_first_gradient():
 # https://github.com/google-deepmind/optax/issues/1039 https://github.com/jax-ml/jax/issues/23693
 
 
+HALF = {"w": np.eye(4, 6, dtype=jnp.bfloat16), "b": np.ones(3, jnp.bfloat16)}
+
+
 def accumulated(update, params, state, grads):
     seen = []
     for grad in grads:
         updates, state = update(grad, state, params)
-        params = apply_updates(params, updates)
+        params = apply_compiled(params, updates)
         seen.append(updates)
     return params, seen
 
 
 def half_precision_problem():
-    params = {"w": jnp.eye(4, 6, dtype=jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
     rng = np.random.default_rng(0)
-    grads = [
-        jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.bfloat16), params)
-        for _ in range(2)
-    ]
-    return params, grads
+    draw = lambda x: rng.normal(size=x.shape).astype(x.dtype)  # noqa: E731
+    return HALF, [jax.tree.map(draw, HALF) for _ in range(2)]
 
 
 def test_accumulated_steps_equal_one_step_on_the_mean():
@@ -169,7 +170,7 @@ def test_accumulated_steps_equal_one_step_on_the_mean():
     tx: Any = optax.MultiSteps(inner, 2)
     update = jax.jit(tx.update)
     after, seen = accumulated(update, params, tx.init(params), [grads[0], grads[0], *grads[1:] * 2])
-    zeros = jax.tree.map(jnp.zeros_like, params)
+    zeros = jax.tree.map(np.zeros_like, params)
     for i in (0, 2):
         jax.tree.map(np.testing.assert_array_equal, seen[i], zeros)
     assert all(dtypes(u) == dtypes(params) for u in seen)
@@ -193,7 +194,7 @@ def test_accumulated_steps_inside_a_shard_map():
         own = [jax.tree.map(lambda x: x[0], part) for part in parts]
         return accumulated(update, params, tx.init(params), own)
 
-    parts = [jax.tree.map(lambda x: jnp.stack([2 * x, 0 * x]), g) for g in [grads[0]] * 2]
+    parts = [jax.tree.map(lambda x: np.stack([2 * x, 0 * x]), g) for g in [grads[0]] * 2]
     step = jax.shard_map(body, mesh=mesh, in_specs=(everywhere, split), out_specs=everywhere)
     parts = jax.device_put(parts, NamedSharding(mesh, split))
     got, seen = jax.jit(step)(jax.device_put(params, NamedSharding(mesh, everywhere)), parts)
@@ -222,7 +223,7 @@ RATES = {
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("name", RATES)
 def test_updates_have_the_gradients_dtype_however_the_rate_is_given(name, dtype):
-    params = {"w": jnp.eye(4, 6, dtype=dtype), "b": jnp.ones(3, dtype)}
+    params = jax.tree.map(lambda x: x.astype(dtype), HALF)
     got = first_update(muon(RATES[name]), params)
     assert dtypes(got) == dtypes(params)
     factor = 1e3 if name == "int" else 1.0
@@ -233,12 +234,10 @@ def test_updates_have_the_gradients_dtype_however_the_rate_is_given(name, dtype)
 
 
 def test_a_traced_rate_gives_the_same():
-    params = {"w": jnp.eye(4, 6, dtype=jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
-    rate = jnp.array([1e-3], jnp.float32)
-    got = jax.jit(jax.vmap(lambda lr: first_update(muon(lr), params)))(rate)
-    want = first_update(muon(1e-3), params)
+    got = jax.jit(jax.vmap(lambda lr: first_update(muon(lr), HALF)))(np.array([1e-3], np.float32))
+    want = first_update(muon(1e-3), HALF)
     assert dtypes(got) == dtypes(want)
-    for name in params:
+    for name in HALF:
         assert reference.relative_error(got[name][0], want[name]) <= 1e-2
 
 
@@ -250,7 +249,7 @@ def test_a_traced_rate_gives_the_same():
 
 def test_single_precision_stays_single_and_half_is_a_choice():
     x = reference.matrix(0, 128, 64, kappa=100)
-    leaf, want = {"w": jnp.asarray(x)}, -reference.newton_schulz(x)
+    leaf, want = {"w": x}, -reference.newton_schulz(x)
     single = first_update(muon(1.0), leaf, jit=True)["w"]
     half = first_update(muon(1.0, ns_dtype="bfloat16"), leaf, jit=True)["w"]
     assert single.dtype == half.dtype == jnp.float32
@@ -296,11 +295,7 @@ def test_every_mixture_of_dtypes(param, grad):
 def test_double_precision_beside_single():
     with jax.enable_x64(True):
         x = np.asarray(reference.matrix(0, 12, 20), np.float64)
-        params = {
-            "double": jnp.asarray(x),
-            "single": jnp.asarray(x, jnp.float32),
-            "b": jnp.ones(3, jnp.float64),
-        }
+        params = {"double": x, "single": x.astype(np.float32), "b": np.ones(3)}
         updates, state, _ = run(muon(0.1, weight_decay=0.1), params, [params] * 3, jit=True)
         want = reference.muon(x, [x] * 3, learning_rate=0.1, weight_decay=0.1)
         adam, _, _ = run(optax.nadam(0.1), params["b"], [params["b"]] * 3, jit=True)

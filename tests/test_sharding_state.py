@@ -154,7 +154,7 @@ def test_pieces_are_abstract_too(piece):
 
 def test_one_abstract_leaf_makes_its_moments_and_the_counts_abstract():
     tx: Any = scale_by_momentum()
-    state = tx.init({"w": jnp.ones(3), "v": jax.ShapeDtypeStruct((2,), "float32")})
+    state = tx.init({"w": np.ones(3, np.float32), "v": jax.ShapeDtypeStruct((2,), "float32")})
     np.testing.assert_array_equal(state.mu["w"], 0)
     assert state.mu["v"] == jax.ShapeDtypeStruct((2,), "float32")
     assert state.count == jax.ShapeDtypeStruct((), "int32")
@@ -229,7 +229,7 @@ def test_state_shardings_names_the_leaves_it_knows_nothing_of():
 def test_a_state_moves_to_another_mesh():
     _, params = make()
     tx = muon(0.1, FAST)
-    grads = jax.tree.map(jnp.sin, params)
+    grads = jax.tree.map(lambda x: jax.device_put(np.sin(x), x.sharding), params)
     _, state = jax.jit(tx.update)(params, jax.jit(tx.init)(params), params)
     want, _ = jax.jit(tx.update)(grads, state, params)
     there, new = make(sizes={"f": 8}, specs=dict.fromkeys(SHAPES, P("f")))
@@ -259,7 +259,7 @@ def test_what_was_put_nowhere_meets_what_lies_on_the_mesh(kind, with_context):
     where, grads = sharded.shardings(LEAVES, mesh), sharded.gradients(LEAVES)
     views, placed = sharded.views(LEAVES), jax.device_put(grads, where)
     tx: Any = scale_by_muon(FAST, weight_dimension_numbers=views, param_shardings=where)
-    born = {"on the mesh": tx.init(placed), "elsewhere": tx.init(grads)}
+    born = {"on the mesh": jax.jit(tx.init)(placed), "elsewhere": tx.init(grads)}
     cases: Any = {
         "the state": (placed, born["elsewhere"]),
         "gradients": (grads, born["on the mesh"]),
@@ -333,7 +333,9 @@ def test_momentum_that_lies_elsewhere(kind, strategy):
 )
 def test_momentum_that_can_not_lie_there_is_an_error_at_init(spec, message, jit):
     mesh = make_mesh(SIZES)
-    params = jax.device_put({"mlp": {"up": jnp.ones((16, 12))}}, NamedSharding(mesh, P()))
+    params = jax.device_put(
+        {"mlp": {"up": np.ones((16, 12), np.float32)}}, NamedSharding(mesh, P())
+    )
     tx = muon(0.1, mu_shardings=spec)
     with pytest.raises(ValueError, match=rf"mu_shardings says:\n  mlp/up: .*{message}"):
         (jax.jit(tx.init) if jit else tx.init)(params)
@@ -447,7 +449,9 @@ def test_leaves_that_a_prefix_can_not_cut_are_replicated(kind, spec):
     fits = {"w", "odd"} if spec[0] is None else {"w"}
     wanted = {name: where if name in fits else whole for name in UNEVEN}
     assert found[0].mu == {"model": wanted, "norm": NamedSharding(mesh, P("f"))}
-    state = jax.jit(tx.init, out_shardings=found)(jax.tree.map(lambda x: jnp.ones(x.shape), params))
+    state = jax.jit(tx.init, out_shardings=found)(
+        jax.tree.map(lambda x: np.ones(x.shape, x.dtype), params)
+    )
     sharded.assert_sharded(state[0].nu["model"]["bias"], whole)
 
 

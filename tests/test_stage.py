@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -12,7 +11,7 @@ from running import first_update, run
 from muon_optax import MatrixView, Namo, hyperball, muon, scale_by_shape
 from muon_optax.transforms.stage import as_stage, in_order
 
-PARAMS = {"w": jnp.array([1.0, 2.0]), "b": jnp.array(3.0)}
+PARAMS = {"w": np.array([1, 2], np.float32), "b": np.float32(3)}
 
 
 def transformation(stage: Any) -> Any:
@@ -26,8 +25,8 @@ def test_the_order_of_updates_is_not_that_of_states():
     counted = optax.scale_by_schedule(lambda count: 10.0 + count)
     stages = {"trace": as_stage(optax.trace(0.5)), "counted": as_stage(counted)}
     tx = transformation(in_order(stages, ("counted", "trace")))
-    one = jnp.array(1.0)
-    updates, state, _ = run(tx, one, [one, one])
+    one = np.float32(1)
+    updates, state, _ = run(tx, one, [one, one], jit=True)
     np.testing.assert_array_equal(updates, [10, 11 + 0.5 * 10])
     assert isinstance(state[0], optax.TraceState)
     assert int(state[1].count) == 2
@@ -41,7 +40,7 @@ def test_in_the_given_order_it_is_a_chain():
     }
     stages = {name: as_stage(part) for name, part in parts.items()}
     ours, theirs = transformation(in_order(stages, list(parts))), optax.chain(*parts.values())
-    got, want = (list(run(tx, PARAMS, [PARAMS, PARAMS])) for tx in (ours, theirs))
+    got, want = (list(run(tx, PARAMS, [PARAMS, PARAMS], jit=True)) for tx in (ours, theirs))
     assert jax.tree.structure(got) == jax.tree.structure(want)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
@@ -55,11 +54,11 @@ def test_an_order_names_each_stage_once():
 
 def test_slots_of_muon_stand_where_they_are_said_to():
     """Behind orthogonalisation, and last: the sign flips in between, and the rate comes before."""
-    grads = {"w": jnp.diag(jnp.array([3.0, 1.0]))}
+    grads = {"w": np.diag([3, 1]).astype(np.float32)}
     shift = optax.stateless(lambda updates, params: jax.tree.map(lambda x: x + 1.0, updates))
-    plain = first_update(muon(0.5), grads)["w"]
-    after = first_update(muon(0.5, after_orthogonalization=shift), grads)["w"]
-    last = first_update(muon(0.5, last=shift), grads)["w"]
+    options: Any = ({}, {"after_orthogonalization": shift}, {"last": shift})
+    first = lambda grads: [first_update(muon(0.5, **slot), grads)["w"] for slot in options]  # noqa: E731
+    plain, after, last = map(np.asarray, jax.jit(first)(grads))
     np.testing.assert_allclose(after, plain - 0.5, atol=1e-6)
     np.testing.assert_allclose(last, plain + 1.0, atol=1e-6)
 
@@ -96,11 +95,12 @@ def test_what_makes_steps_has_a_place_of_its_own(slot):
 
 def test_a_piece_in_a_slot_takes_the_views_of_muon():
     """The scale by shape twice: each block of a fused leaf has its own factor."""
-    grads = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(4, 24)), jnp.float32)}
+    grads = {"w": np.random.default_rng(0).normal(size=(4, 24)).astype(np.float32)}
     options: Any = {"muon_weight_dimension_numbers": MatrixView(0, 1, split=(16, 8))}
-    once = first_update(muon(1.0, scale="shape_scaling", **options), grads)["w"]
-    twice = first_update(
-        muon(1.0, scale="shape_scaling", after_orthogonalization=scale_by_shape(), **options), grads
-    )["w"]
+    options |= {"scale": "shape_scaling"}
+    once = muon(1.0, **options)
+    twice = muon(1.0, after_orthogonalization=scale_by_shape(), **options)
+    first = jax.jit(lambda grads: [first_update(tx, grads)["w"] for tx in (once, twice)])
+    once, twice = map(np.asarray, first(grads))
     factors = np.repeat([2.0, 2**0.5], [16, 8])
     np.testing.assert_allclose(twice, once * factors, rtol=1e-6)

@@ -95,13 +95,17 @@ def _stats_of_equal(
     """The figures of leaves of one shape, dtype and sharding."""
     if arrays[0].size == 0:
         return [UpdateStats(*[jnp.zeros((), jnp.float32)] * 3)] * len(arrays)
-    return partitioned(functools.partial(_stats_side_by_side, view=view, steps=steps), *arrays)
-
-
-@functools.partial(jax.jit, static_argnames=("view", "steps"))  # compiled once, eager calls too
-def _stats_side_by_side(*arrays: jax.Array, view: BoundView, steps: int) -> list[UpdateStats]:
     # In two groups or more: a loop's results are cut by programs that all figures share.
     at_once = min(-(-len(arrays) // 2), max(1, _ELEMENTS_AT_ONCE // arrays[0].size))
+    options = {"view": view, "steps": steps, "at_once": at_once}
+    return partitioned(functools.partial(_stats_side_by_side, **options), *arrays)
+
+
+# Compiled once, for eager calls too.
+@functools.partial(jax.jit, static_argnames=("view", "steps", "at_once"))
+def _stats_side_by_side(
+    *arrays: jax.Array, view: BoundView, steps: int, at_once: int
+) -> list[UpdateStats]:
     groups = [arrays[i : i + at_once] for i in range(0, len(arrays), at_once)]
     groups[-1] += groups[-1][:1] * (at_once - len(groups[-1]))  # whose figures aren't used
     stacks = [functools.partial(jnp.stack, group) for group in groups]
