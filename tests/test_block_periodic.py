@@ -106,7 +106,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_the_formula():
+def test_the_formula(monkeypatch):
+    monkeypatch.setattr(meshes, "ON_MESHES", set())
     blocks = dict.fromkeys(OPTIONS, ALIGNED) | {"shape_scaling": ACROSS}
     meshes.check_all({name: case(blocks[name], **OPTIONS[name]) for name in OPTIONS}, "one")
 
