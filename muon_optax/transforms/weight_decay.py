@@ -14,6 +14,7 @@ from muon_optax._internal.dtypes import wide_dtype
 from muon_optax._internal.tree_paths import align
 from muon_optax.transforms.matrix_sums import products
 from muon_optax.transforms.standalone import value_at, weights_of
+from muon_optax.transforms.wrappers import passing_over
 
 __all__ = ["add_cautious_weight_decay", "coupled_decay", "decayed_weights", "may_decay"]
 
@@ -82,7 +83,7 @@ def add_cautious_weight_decay(
         rows = zip(arrays, weights, strict=True)
         return treedef.unflatten([_decayed(decay, u, w) for u, w in rows]), state
 
-    tx = optax.GradientTransformationExtraArgs(plain.init, update)
+    tx = passing_over(optax.GradientTransformationExtraArgs(plain.init, update))
     if mask is None:
         return tx
     wanted = mask if callable(mask) else functools.partial(_aligned, mask)
