@@ -93,7 +93,7 @@ def dispatch(
         _check_kind(state)
         by_label = _moments(state)
         momenta = by_label["muon"] | by_label["adam"]
-        if updates is None:  # as None for each leaf: a dict of whole paths has the same ones
+        if updates is None and momenta:  # as None for each leaf, in a dict of the same paths
             return None, update(dict.fromkeys(momenta), state, params, **extra_args)[1]
         # Rules look at the whole tree, and must see what they saw at init.
         all_leaves = filled(updates, momenta)

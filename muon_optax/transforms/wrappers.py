@@ -106,7 +106,8 @@ def passing_over(
     def update(updates, state, params=None, **extra_args) -> Any:
         if updates is None:
             leaves = first_moments(state) if params is None else dict(leaves_with_segments(params))
-            return None, update(dict.fromkeys(leaves), state, params, **extra_args)[1]
+            if leaves:  # None is an empty tree, too
+                return None, update(dict.fromkeys(leaves), state, params, **extra_args)[1]
         if params is not None:
             params = without_absent(params, updates)
         present = map_moments(lambda tree: without_absent(tree, updates), state)
