@@ -111,7 +111,8 @@ def passing_over(
         if params is not None:
             params = without_absent(params, updates)
         present = map_moments(lambda tree: without_absent(tree, updates), state)
-        new, new_state = inner.update(updates, present, params, **extra_args)
+        grads: Any = updates
+        new, new_state = inner.update(grads, present, params, **extra_args)
         return new, map_moments(lambda tree, old: with_leaves(old, tree), new_state, state)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
