@@ -14,7 +14,13 @@ import jax
 import optax
 
 from muon_optax._internal.leaf_types import check_arrays
-from muon_optax._internal.tree_paths import Segments, leaves_with_segments, masked_unless
+from muon_optax._internal.tree_paths import (
+    Segments,
+    leaves_with_segments,
+    masked_unless,
+    path_name,
+    raise_all,
+)
 from muon_optax.partition import Partition, Views
 from muon_optax.sharding.options import ShardingOptions
 from muon_optax.transforms.direction import Direction
@@ -48,10 +54,12 @@ class Found(NamedTuple):
     Attributes:
       config: its configuration.
       params: the leaves that reach it, in the caller's arrays; the others are masked.
+      paths: the paths of the leaves that reach it, where a wrapper made other leaves of them too.
     """
 
     config: MuonConfig
     params: Any
+    paths: frozenset[Segments]
 
 
 _Note = tuple[MuonConfig, frozenset[Segments]]
@@ -78,14 +86,21 @@ def note_if_searched(config: MuonConfig, params: Any) -> bool:
 
 
 def find_configs(tx: optax.GradientTransformation, params: Any) -> list[Found]:
-    """As `search_configs`, but there must be one.
+    """As `search_configs`, but there must be one, and all its leaves must be in `params`.
 
     Raises:
-      ValueError: if there is none.
+      ValueError: if there is none, or naming leaves that a wrapper made for it of other ones.
     """
     found = search_configs(tx, params)
     if not found:
         raise ValueError(f"there is no muon_optax.muon in {tx}")
+    known = {path for path, _ in leaves_with_segments(params)}
+    others = {path_name(path) for each in found for path in each.paths - known}
+    raise_all(
+        sorted(others),
+        "in this transformation muon gets leaves that aren't in the given tree (as under "
+        "optax.lookahead, which hands on the fast parameters); give the tree that reaches it:",
+    )
     return found
 
 
@@ -108,6 +123,6 @@ def search_configs(tx: optax.GradientTransformation, params: Any) -> list[Found]
     finally:
         _notes.reset(token)
     return [
-        Found(config, masked_unless(lambda path, _, paths=paths: path in paths, params))
+        Found(config, masked_unless(lambda path, _, paths=paths: path in paths, params), paths)
         for config, paths in notes
     ]

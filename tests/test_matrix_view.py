@@ -122,6 +122,10 @@ def test_each_block_has_its_own_factor():
         (lambda: MatrixView(split=(3, -1)), "positive integers"),
         (lambda: MatrixView(split=()), "positive integers"),
         (lambda: MatrixView(split=cast(Any, 12)), "a tuple of sizes, got 12"),
+        (lambda: MatrixView(split=cast(Any, np.int64(12))), "a tuple of sizes, got 12"),
+        (lambda: MatrixView(split=cast(Any, 1.5)), "split must be integers, got 1.5"),
+        (lambda: MatrixView(cast(Any, 0.0), 1), "reduction_axis must be integers, got 0.0"),
+        (lambda: MatrixView(0, cast(Any, True)), "output_axis must be integers, got True"),
         (lambda: MatrixView(groups=True), "positive integers"),
         (lambda: MatrixView(axis=cast(Any, "rows")), "'output' or 'reduction'"),
         (lambda: bind_view(MuonDimensionNumbers(5, 7), (2, 3, 4)), r"\[-3, 2\].*got 5"),
@@ -143,3 +147,11 @@ def test_errors_say_what_is_allowed(make, message):
 def test_views_are_hashable_and_take_lists():
     lists: Any = {"reduction_axis": [0, 1], "output_axis": [2], "split": [1, 2]}
     assert hash(MatrixView(**lists)) == hash(MatrixView((0, 1), (2,), split=(1, 2)))
+
+
+def test_axes_may_be_numpy_integers():
+    """As `np.argsort` gives them."""
+    axes: Any = np.arange(2)
+    assert MatrixView(axes[0], axes[1]) == MatrixView(0, 1)
+    found = bind_view(MatrixView(axes, np.int64(2)), (3, 4, 5))  # pyright: ignore[reportArgumentType]
+    assert found == bind_view(MatrixView((0, 1), 2), (3, 4, 5))

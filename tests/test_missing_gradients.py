@@ -14,12 +14,16 @@ from sharded import make_mesh
 
 from muon_optax import (
     MuonDimensionNumbers,
+    Namo,
     Rule,
+    add_cautious_weight_decay,
     default_rules,
+    hyperball,
     muon,
     orthogonalize,
     scale_by_momentum,
     scale_by_muon,
+    scale_by_neuron,
     scale_by_shape,
 )
 
@@ -214,6 +218,37 @@ def test_nothing_but_missing_gradients():
     updates, new = tx.update(jax.tree.map(lambda _: None, TREE), state, TREE)
     assert jax.tree.leaves(updates) == []
     assert jax.tree.structure(new) == jax.tree.structure(state)
+
+
+WHOLE: dict[str, Any] = {
+    "decay": lambda: muon(0.1, weight_decay=0.1),
+    "chain": lambda: optax.chain(optax.clip(1.0), muon(0.1, weight_decay=0.1)),
+    "hyperball": lambda: muon(0.1, step=hyperball(0.1), scale="none"),
+    "NAMO": lambda: muon(0.1, namo=Namo(), bias_correction=False, weight_decay=0.1),
+    "scale_by_muon": lambda: scale_by_muon(orthogonalizer=halves),
+    "scale_by_momentum": scale_by_momentum,
+    "scale_by_neuron": scale_by_neuron,
+    "add_cautious_weight_decay": lambda: add_cautious_weight_decay(0.1),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("kind", ["tree", "array"])
+def test_none_stands_for_the_whole_tree(name, kind):
+    """Moments stay, and counts go on, as where the gradient of each leaf is None."""
+    tx, params = WHOLE[name](), {"up": jax.random.normal(jax.random.key(0), (4, 6))}
+    whole: Any = params if kind == "tree" else params["up"]
+    _, state = tx.update(whole, tx.init(whole), whole)
+    updates, new = tx.update(None, state, whole)
+    assert updates is None
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+    moments = [[x for x in jax.tree.leaves(tree) if x.ndim] for tree in (state, new)]
+    for old, kept in zip(*moments, strict=True):
+        np.testing.assert_array_equal(kept, old)
+    _, state = tx.update(params, tx.init(params), params)
+    _, want = tx.update({"up": None}, state, params)
+    for got, wanted in zip(jax.tree.leaves(new), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(got, wanted)
 
 
 def test_a_function_of_the_whole_tree_sees_what_it_saw_at_init():

@@ -10,6 +10,7 @@ import numpy as np
 import oracle
 import pytest
 from flax.core import meta
+from jax.sharding import AxisType
 from model_reading import axes_of, check_outer, said
 from running import first_update
 
@@ -219,6 +220,50 @@ def test_a_scanned_transformer(axis, depth):
     axes = axes_of(rules, params)
     assert axes["layers/attention/out/kernel"][0] == (axis % 4,)
     assert axes["layers/down/kernel"][0] == (axis % 3,)
+
+
+class Annotated(nn.Module):
+    """A table and two layers with annotations, stacked by a scan, and a boxed variable."""
+
+    partitioned: Any
+
+    @nn.compact
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        normal = nn.initializers.normal()
+        x = nn.Embed(16, 8, embedding_init=self.partitioned(normal, (None, "f")))(ids)
+        start = lambda: self.partitioned(jnp.zeros, (None,))((8,))  # noqa: E731
+        mean: Any = self.variable("statistics", "mean", start)
+        partitioned = self.partitioned
+
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+                up, down = partitioned(normal, (None, "f")), partitioned(normal, ("f", None))
+                hidden = nn.relu(nn.Dense(32, kernel_init=up, name="up")(x))
+                return x + nn.Dense(8, kernel_init=down, name="down")(hidden), None
+
+        scan = nn.scan(
+            Layer,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=3,
+            metadata_params={nn.PARTITION_NAME: None},
+        )
+        x, _ = scan(name="layers")(x - mean.value, None)
+        return nn.Dense(16, kernel_init=self.partitioned(normal, (None, None)), name="logits")(x)
+
+
+@pytest.mark.parametrize("partitioned", [nn.with_partitioning, nn.with_logical_partitioning])
+def test_annotations_within_a_mesh(partitioned):
+    """There the parameters are made; Flax would constrain the shardings of what it unboxes."""
+    model, matrices = Annotated(partitioned), {"up": [(3, 8, 32)], "down": [(3, 32, 8)]}
+    mesh = jax.make_mesh((2,), ("f",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh), nn.logical_axis_rules([("f", "f")]):
+        within = model_rules(model, IDS)
+    found = said(within, params_of(model, IDS))
+    assert {name: found[f"layers/{name}/kernel"] for name in matrices} == matrices
+    assert found["logits/kernel"] == "head: Dense"
+    assert within == model_rules(model, IDS)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])

@@ -48,6 +48,7 @@ def test_options_are_checked_at_construction(options: Any, error, message):
         (jnp.ones((3, 3), jnp.int32), TypeError, "int32"),
         (jnp.ones((3, 3), jnp.float8_e4m3fn), TypeError, "float8_e4m3fn"),
         (jnp.ones(3), ValueError, r"shape \(3,\)"),
+        ([[1.0, 2.0]], TypeError, "x must be an array, got list"),
     ],
 )
 def test_input_is_checked(x, error, message):

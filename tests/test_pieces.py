@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import warnings
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from muon_optax import (
     check_state,
     floor_update,
     hyperball,
+    muon,
     radial_brake,
     relative_update,
     scale_by_entry,
@@ -379,3 +381,23 @@ def test_namo_sends_what_muon_sends_and_its_norms(each):
     counts = [read_program(compiled(tx, shapes, where, "explicit")).counts for tx in (namo, plain)]
     more = {k: n - counts[1].get(k, 0) for k, n in counts[0].items()}
     assert {k: n for k, n in more.items() if n} == {"all-reduce": 1}
+
+
+@pytest.mark.parametrize("name", ["muon", "scale_by_muon", "cautious", *PIECES])
+def test_numpys_float64_is_float32_without_a_word(name):
+    """Outside of `jit` too, and as there: optax's own transformations don't warn either."""
+    more = {
+        "muon": functools.partial(muon, 0.1),
+        "scale_by_muon": scale_by_muon,
+        "cautious": functools.partial(add_cautious_weight_decay, 0.1),
+    }
+    tx: Any = (PIECES | more)[name]()
+    rng = np.random.default_rng(0)
+    wide = [{"w": rng.normal(size=(4, 6))} for _ in range(2)]
+    narrow = [jax.tree.map(jnp.float32, tree) for tree in wide]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = tx.update(wide[0], tx.init(wide[1]), wide[1])
+    want = tx.update(narrow[0], tx.init(narrow[1]), narrow[1])
+    assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, want)
+    jax.tree.map(np.testing.assert_array_equal, got, want)

@@ -8,11 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from rich.console import Console
 from shown import report
 
+import muon_optax
 from muon_optax import MatrixView, MuonDimensionNumbers, Rule, default_rules, muon
 from muon_optax.inspect.reports import ParameterReport
 
@@ -184,6 +186,23 @@ def test_empty_report():
     ]
     assert "no parameters" in rendered(ParameterReport(()))
     assert report({}).totals == {}
+
+
+@pytest.mark.parametrize("read", [muon_optax.report, muon_optax.plan, muon_optax.update_stats])
+def test_a_wrapper_that_makes_other_leaves_is_an_error(read):
+    """No empty table: the tree isn't the one that reaches `muon`."""
+    params = {"up": jnp.ones((4, 8)), "bias": jnp.ones(8)}
+    message = "in this transformation muon gets leaves that aren't in the given tree"
+    with pytest.raises(ValueError, match=rf"{message}(?s:.)*:\n  bias\n  up$"):
+        read(optax.lookahead(muon(0.02), 2, 0.5), optax.LookaheadParams.init_synced(params))
+    with pytest.raises(ValueError, match=rf"{message}(?s:.)*:\n  \(root\)$"):
+        read(optax.flatten(muon(0.02)), params)
+
+
+def test_the_fast_parameters_of_lookahead():
+    params = {"up": jnp.ones((4, 8)), "bias": jnp.ones(8)}
+    found = muon_optax.report(optax.lookahead(muon(0.02), 2, 0.5), params)
+    assert {row.path: row.optimizer for row in found.rows} == {"up": "muon", "bias": "adam"}
 
 
 def test_report_of_shapes_and_nnx_states():

@@ -5,8 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-__all__ = ["as_dtype", "compute_dtype", "scaled", "wide_dtype", "widened"]
+__all__ = ["as_dtype", "canonical", "compute_dtype", "scaled", "wide_dtype", "widened"]
 
 
 def wide_dtype(*dtypes: Any) -> jnp.dtype:
@@ -39,6 +40,23 @@ def as_dtype(x: Any, dtype: Any) -> jax.Array:
     """
     has_it = isinstance(x, jax.Array) and x.dtype == dtype and not x.weak_type
     return x if has_it else x.astype(dtype)
+
+
+def canonical(tree: Any) -> Any:
+    """The tree with numpy's arrays in the dtypes that JAX takes them for, as under `jit`.
+
+    Outside of it a cast to a numpy array's own float64 would warn where x64 isn't enabled.
+
+    Example:
+      >>> canonical(np.ones(2)).dtype.name
+      'float32'
+    """
+
+    def cast(x: Any) -> Any:
+        is_number = isinstance(x, np.ndarray | np.generic) and np.issubdtype(x.dtype, np.number)
+        return x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False) if is_number else x
+
+    return jax.tree.map(cast, tree)
 
 
 def compute_dtype(ns_dtype: Any, own: Any) -> Any:

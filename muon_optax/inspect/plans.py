@@ -111,7 +111,7 @@ def plan(tx: optax.GradientTransformation, params: Any) -> Plan:
       The plan, a hashable value. Where `tx` holds several `muon`, it has the rows of all.
 
     Raises:
-      ValueError, TypeError: as `tx.init(params)` and an update do, and where `tx` holds no `muon`.
+      ValueError, TypeError: as `tx.init(params)` and an update do, and as `report` does.
 
     Example:
       >>> import jax

@@ -135,7 +135,8 @@ def report(tx: optax.GradientTransformation, params: Any) -> ParameterReport:
       The report. Leaves that reach no `muon` in `tx` aren't in it.
 
     Raises:
-      ValueError: as `tx.init(params)` does, and where `tx` holds no `muon`.
+      ValueError: as `tx.init(params)` does, where `tx` holds no `muon`, and where a wrapper hands
+        other leaves to it, as `optax.lookahead` the fast parameters: those are to be given.
 
     Example:
       >>> import jax.numpy as jnp
@@ -149,7 +150,7 @@ def report(tx: optax.GradientTransformation, params: Any) -> ParameterReport:
     """
     rows: list[ParameterRow] = []
     found: list[str] = []
-    for config, ours in find_configs(tx, params):
+    for config, ours, _ in find_configs(tx, params):
         assignment = assign(ours, config.views, config.partition)
         check_rules(config.partition, ours)
         rows += [_row(d, config.scaling) for d in assignment.decisions]

@@ -73,7 +73,7 @@ def update_stats(
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps must be an integer of 1 or more, got {steps!r}")
     ours: list[tuple[Decision, jax.Array]] = []
-    for config, tree in find_configs(tx, updates):
+    for config, tree, _ in find_configs(tx, updates):
         decisions = assign(tree, config.views, config.partition).decisions
         pairs = zip(decisions, jax.tree.leaves(tree), strict=True)
         ours += [(d, jnp.asarray(x)) for d, x in pairs if d.view is not None]

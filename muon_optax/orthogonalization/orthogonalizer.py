@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from muon_optax._internal.checks import check_choice
 from muon_optax._internal.dtypes import wide_dtype
+from muon_optax._internal.leaf_types import kind_of
 from muon_optax.orthogonalization import iterate
 from muon_optax.orthogonalization.coefficients import Preconditioning, Schedule
 from muon_optax.orthogonalization.hermitian import hermitian_flops
@@ -325,6 +326,8 @@ def _normalized(x: jax.Array, dtype: Any, maximum: Map = identity) -> jax.Array:
 
 
 def _check_matrices(x: jax.Array) -> None:
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        raise TypeError(f"x must be an array, got {kind_of(x)}")
     if x.dtype.name not in (*_DTYPES, "complex64", "complex128"):
         raise TypeError(f"x has dtype {x.dtype}; allowed are {_DTYPES}, complex64 and complex128.")
     if x.ndim < 2:

@@ -89,10 +89,12 @@ def dispatch(
         has_frozen = views is None and _may_freeze(partition)
         return partitioned(params, bound, has_frozen).init(_only_floats(params))
 
-    def update(updates, state, params=None, **extra_args):
+    def update(updates, state, params=None, **extra_args) -> Any:
         _check_kind(state)
         by_label = _moments(state)
         momenta = by_label["muon"] | by_label["adam"]
+        if updates is None and momenta:  # as None for each leaf, in a dict of the same paths
+            return None, update(dict.fromkeys(momenta), state, params, **extra_args)[1]
         # Rules look at the whole tree, and must see what they saw at init.
         all_leaves = filled(updates, momenta)
         if params is not None:

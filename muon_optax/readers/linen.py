@@ -49,13 +49,27 @@ def read(model: nn.Module, inputs: Inputs) -> Reading:
             return inputs.into(lambda *a, **k: model.init(jax.random.key(0), *a, **k), arrays)
 
     variables = dict(jax.eval_shape(init, inputs.arrays))
-    params = meta.unbox(variables.pop("params", {}))
+    params = _without_boxes(variables.pop("params", {}))
     found = [
         _leaf(path, tuple(jnp.shape(leaf)), owners)
         for path, leaf in leaves_with_segments(params)
         if is_float_leaf(leaf)
     ]
     return Reading(tuple(found), _usage(model, params, variables, inputs, found))
+
+
+def _without_boxes(tree: Any) -> Any:
+    """The tree with what Flax's boxes hold in their places.
+
+    `meta.unbox` would also constrain the sharding of each value to the box's annotation, which
+    within `jax.set_mesh` is an error for the shapes that `jax.eval_shape` returns.
+    """
+
+    def inside(box: Any) -> Any:
+        # Partitioned and LogicallyPartitioned have a value; a box of one's own need not.
+        return _without_boxes(box.value if hasattr(box, "value") else box.unbox())
+
+    return meta.map_axis_meta(inside, tree)
 
 
 def _noting(owners: _Owners) -> Any:
@@ -76,7 +90,7 @@ def _noting(owners: _Owners) -> Any:
         if module.scope is not None:
             caller = callers[-1] if callers else None
             for name, value in module.variables.get("params", {}).items():
-                leaf = meta.unbox(value)
+                leaf = _without_boxes(value)
                 if hasattr(leaf, "shape"):
                     owner = _Owner(module, caller, tuple(leaf.shape))
                     owners.setdefault((*module.path, name), owner)
@@ -156,4 +170,4 @@ def _usage(
 
         return inputs.into(apply, arrays)[0]
 
-    return read_usage(call, params, (meta.unbox(variables), inputs.arrays), adapters(leaves))
+    return read_usage(call, params, (_without_boxes(variables), inputs.arrays), adapters(leaves))

@@ -18,6 +18,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
+from muon_optax._internal.dtypes import canonical
 from muon_optax._internal.tree_paths import raise_all, restructured_like
 from muon_optax.sharding.bound_leaf import BoundLeaf
 from muon_optax.sharding.declared import (
@@ -236,7 +237,7 @@ def keeping_placement(
     inner = optax.with_extra_args_support(inner)
 
     def init(params):
-        state, sharding = inner.init(params), _replicated_sharding(params)
+        state, sharding = inner.init(canonical(params)), _replicated_sharding(params)
         zero = _mapped_zero(params)
         if zero is not None:
             return jax.tree.map(lambda x: x if x.ndim else x + zero.astype(x.dtype), state)
@@ -246,7 +247,10 @@ def keeping_placement(
 
     def update(updates, state, params=None, **extra_args):
         new, new_state = inner.update(
-            to_device(updates), to_device(state), to_device(params), **extra_args
+            to_device(canonical(updates)),
+            to_device(state),
+            to_device(canonical(params)),
+            **extra_args,
         )
         return to_memory_of(updates, new), to_memory_of(state, new_state)
 

@@ -18,7 +18,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from muon_optax._internal.checks import check_choice, check_number, check_static
-from muon_optax._internal.dtypes import wide_dtype
+from muon_optax._internal.dtypes import canonical, wide_dtype
 from muon_optax._internal.tree_paths import (
     leaves_with_segments,
     path_name,
@@ -185,6 +185,7 @@ def clip_qk(
       ([0.5, 1.0, 1.0], [0.5, 1.0, 1.0])
     """
     _check(tau, alpha, heads)
+    params = canonical(params)
     factors = _factors(params, max_logits, tau, alpha, heads, ShardingOptions(param_shardings))
     leaves, treedef = jax.tree.flatten(params)
     return treedef.unflatten(

@@ -12,8 +12,10 @@ from jax.core import Tracer
 from muon_optax._internal.checks import check_mask, check_number
 from muon_optax._internal.dtypes import wide_dtype
 from muon_optax._internal.tree_paths import align
+from muon_optax.sharding.placement import keeping_placement
 from muon_optax.transforms.matrix_sums import products
 from muon_optax.transforms.standalone import value_at, weights_of
+from muon_optax.transforms.wrappers import passing_over
 
 __all__ = ["add_cautious_weight_decay", "coupled_decay", "decayed_weights", "may_decay"]
 
@@ -82,7 +84,8 @@ def add_cautious_weight_decay(
         rows = zip(arrays, weights, strict=True)
         return treedef.unflatten([_decayed(decay, u, w) for u, w in rows]), state
 
-    tx = optax.GradientTransformationExtraArgs(plain.init, update)
+    whole = passing_over(optax.GradientTransformationExtraArgs(plain.init, update))
+    tx = keeping_placement(whole)
     if mask is None:
         return tx
     wanted = mask if callable(mask) else functools.partial(_aligned, mask)

@@ -8,7 +8,12 @@ import optax
 
 from muon_optax._internal.dtypes import as_dtype, wide_dtype
 from muon_optax._internal.leaf_types import is_float_leaf
-from muon_optax._internal.tree_paths import cast_like, with_leaves, without_absent
+from muon_optax._internal.tree_paths import (
+    cast_like,
+    leaves_with_segments,
+    with_leaves,
+    without_absent,
+)
 from muon_optax.sharding.placement import to_types_of
 from muon_optax.sharding.reductions import reduced_like, summed
 from muon_optax.transforms.moments import first_moments, map_moments
@@ -93,15 +98,21 @@ def passing_over(
 
     `equinox.filter_grad` makes such gradients. The parameters may have leaves there, as a whole
     model has functions and strings, and optax's transformations take that; but `scale_by_adam`
-    would put None in the place of a moment, and the state would change its structure.
+    would put None in the place of a moment, and the state would change its structure. None in the
+    place of the whole tree of gradients is as None for each leaf.
     """
     inner = optax.with_extra_args_support(inner)
 
-    def update(updates, state, params=None, **extra_args):
+    def update(updates, state, params=None, **extra_args) -> Any:
+        if updates is None:
+            leaves = first_moments(state) if params is None else dict(leaves_with_segments(params))
+            if leaves:  # None is an empty tree, too
+                return None, update(dict.fromkeys(leaves), state, params, **extra_args)[1]
         if params is not None:
             params = without_absent(params, updates)
         present = map_moments(lambda tree: without_absent(tree, updates), state)
-        new, new_state = inner.update(updates, present, params, **extra_args)
+        grads: Any = updates
+        new, new_state = inner.update(grads, present, params, **extra_args)
         return new, map_moments(lambda tree, old: with_leaves(old, tree), new_state, state)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)

@@ -7,7 +7,7 @@ nor output axes are batch axes: layers, experts or heads, whose matrices never m
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -71,12 +71,16 @@ class MatrixView:
             )
         if self.axis not in ("output", "reduction"):
             raise ValueError(f"MatrixView axis must be 'output' or 'reduction', got {self.axis!r}")
-        if isinstance(self.split, int):
+        if _is_int(self.split):
             raise ValueError(f"MatrixView split must be a tuple of sizes, got {self.split}")
         for name in ("reduction_axis", "output_axis", "split"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, int):
+            if _is_int(value):
+                object.__setattr__(self, name, int(value))
+            elif isinstance(value, Iterable):
                 object.__setattr__(self, name, tuple(value))  # lists too: a view must be hashable
+            elif value is not None:
+                raise ValueError(f"MatrixView {name} must be integers, got {value!r}")
         sizes = (*(self.split or ()), self.groups, *(() if self.heads is None else (self.heads,)))
         if self.split == () or not all(_is_int(size) and size > 0 for size in sizes):
             raise ValueError(
