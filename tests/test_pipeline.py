@@ -211,7 +211,7 @@ def test_derivatives_pass_through_the_rounds():
     mesh, x = make_mesh({"f": 8}), stacks[51].gradient(0).astype(np.float32)
 
     def slopes(grads, **options):
-        tx = scale_by_muon(sharded.FAST, weight_dimension_numbers=STACK, **options)
+        tx: Any = scale_by_muon(sharded.FAST, weight_dimension_numbers=STACK, **options)
 
         def loss(grads):
             return sum(jnp.sum(jnp.sin(tx.update(g, tx.init(g))[0])) for g in grads.values())
