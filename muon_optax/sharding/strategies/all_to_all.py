@@ -28,9 +28,9 @@ class AllToAll(Strategy):
 
     Results may be sharded over fewer mesh axes, as under ZeRO-1. In full rounds they come in
     their larger slices at once: by an all-to-all along these axes and an all-gather along the
-    others, over P devices that shard them mn b/P (N - 1) bytes a round. The all-gather would have
-    a row of zeros for each owner without a matrix. So else they come as matrices are sharded, and
-    the slices of each result are all-gathered.
+    others, over P devices that shard them mn b/P (N - 1) bytes a round. This all-gather has a row
+    of zeros for each owner without a matrix. Where it doesn't take fewer bytes, results come as
+    matrices are sharded, and the slices of each are all-gathered.
 
     Where there are fewer matrices than owners, those that `loads.rest_owners` names get one each,
     and others may get matrices of another shape in the same round.
