@@ -85,6 +85,16 @@ CASES = {
         {},
         {"all-to-all": 2, "all-gather": 2},
     ),
+    "replicas_that_repeat": Case(
+        {"s": 2, "r": 4},
+        {
+            "up": (Leaf((16, 40), P()), P("s")),
+            "down": (Leaf((40, 16), P()), P(None, "s")),
+            "fused": (Leaf((16, 24), P(), MatrixView(0, 1, (8, 16))), P("s")),
+        },
+        OWNERS | {"device": dataclasses.replace(SLOW, bandwidth=1e8)},
+        {"all-to-all": 2, "all-gather": 2},
+    ),
     "groups": Case(
         HSDP, GROUPED, GROUPS, {"all-to-all": 2, "all-gather": 1, "collective-permute": 3}
     ),
@@ -174,6 +184,11 @@ def test_a_compiled_update_receives_what_is_planned(name):
     assert "reshard" not in {row.strategy for row in planned.rows}
     scalars = 256 if "gram" in name else 0  # its norms
     assert program.received == pytest.approx(planned.bytes, abs=scalars)
+    repeats, rounds = {row.repeats for row in planned.rows}, {row.round for row in planned.rows}
+    if name == "replicas_that_repeat":
+        assert (repeats, rounds) == ({2, 4}, {0})
+    else:
+        assert repeats == {1}
 
 
 @pytest.mark.parametrize(

@@ -152,12 +152,12 @@ class Chooser:
             for repeats in self._repeats(strategy, count, workload)
         ]
         yield from ([each] for each in at_once)
-        alike = self._alike(count, workload.replicas)
-        if not self._can_repeat(strategy) or not 0 < alike < count:
+        first = self._first_part(count, workload.replicas)
+        if not self._can_repeat(strategy) or not 0 < first < count:
             return
         in_two = [
-            self._slice(strategy, start + i, n, workload, workload.repeats(n))
-            for i, n in ((0, alike), (alike, count - alike))
+            self._slice(strategy, start + i, n, workload, workload.most_repeats(n))
+            for i, n in ((0, first), (first, count - first))
         ]
         if sum(map(self._price, in_two)) < (1 - _LEAST_GAIN_IN_TWO) * min(
             map(self._price, at_once)
@@ -165,15 +165,19 @@ class Chooser:
             yield in_two
 
     @staticmethod
-    def _alike(count: int, replicas: int) -> int:
-        """How many matrices leave no replica without one: in twos, fours, ... if they are few."""
+    def _first_part(count: int, replicas: int) -> int:
+        """How many matrices are in the first of two parts, which gives all R replicas as many.
+
+        As large a multiple of R as there is; of fewer matrices R/2, R/4, ..., each on 2, 4, ...
+        replicas.
+        """
         if count >= replicas:
             return count - count % replicas
         return replicas >> (replicas // count).bit_length()
 
     def _repeats(self, strategy: Strategy, count: int, workload: Workload) -> list[int]:
-        """How many replicas may work on each matrix: one, or as many as there are."""
-        most = workload.repeats(count) if self._can_repeat(strategy) else 1
+        """How many replicas may work on each matrix: one, or as many as can."""
+        most = workload.most_repeats(count) if self._can_repeat(strategy) else 1
         return [1] if most == 1 else [1, most]
 
     def _can_repeat(self, strategy: Strategy) -> bool:

@@ -80,7 +80,8 @@ def rest_owners(
       first_owner: the first of them.
       count: the number of matrices.
       among: the devices.
-      repeats: how many replicas work on each matrix; above 1, there are as few matrices.
+      repeats: how many replicas work on each matrix: more than one only of matrices that are so
+        few that all their owners are in different replicas.
 
     Returns:
       The owners of each matrix, one after the other.
@@ -91,9 +92,10 @@ def rest_owners(
       (array([3, 0, 1, 7, 4]), array([3, 7]))
     """
     each = -(-count // among.replicas)
-    turn, place = np.divmod(np.arange(count * repeats), each)
-    replica, shard = np.divmod(first_owner, among.shards)
-    return (replica + turn) % among.replicas * among.shards + (shard + place) % among.shards
+    replica_offset, shard_offset = np.divmod(np.arange(count * repeats), each)
+    first_replica, first_shard = np.divmod(first_owner, among.shards)
+    replica = (first_replica + replica_offset) % among.replicas
+    return replica * among.shards + (first_shard + shard_offset) % among.shards
 
 
 def _owner_order(workload: Workload) -> tuple[list[int], list[int]]:

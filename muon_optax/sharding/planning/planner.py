@@ -4,8 +4,9 @@ Leaves whose matrices have one shape, one dtype and one sharding form a bucket. 
 compared by their cost alone. Where one has owners, a bucket's matrices go to them in full rounds,
 one for each device; the remainder is a slice of the work of its own, whose owners are chosen so
 that the busiest device has as little to do as possible. Where that costs less, the remainders of
-several buckets share a round, in which their owners follow one another. Where there are more
-devices than matrices, owners are groups of devices if that takes much off the time.
+several buckets share a round, in which their owners follow one another. Of fewer matrices than
+replicas each may be on several, if that takes enough off the time. Where there are more devices
+than matrices, owners are groups of devices if that takes much off the time.
 """
 
 import collections
@@ -122,7 +123,8 @@ class _BucketWork:
 class _Planner:
     """Makes plans for all buckets, of which `plan_leaves` takes one.
 
-    One shares no rounds, one those where that is fastest, and one has as few rounds as possible.
+    One shares no rounds, one those where that is fastest, and one has as few rounds as possible;
+    each is made without replicas that repeat a matrix, and where some would be idle also with them.
     Groups for owners take another for each of their sizes, with as few rounds as possible.
 
     Attributes:
@@ -166,7 +168,7 @@ class _Planner:
         return best
 
     def _fastest(self, sharing: Sharing) -> list[Bucket]:
-        """The fastest plan, in which idle replicas repeat what others do where worth it."""
+        """The fastest plan, in which replicas repeat matrices of others where that is worth it."""
         best = self._faster(Allowed(sharing))
         if not any(each.leaves_replicas_idle for each in self.work):
             return best

@@ -81,12 +81,12 @@ class Workload:
         """N, the devices that a matrix is sharded over."""
         return self.count(self.shard_axes)
 
-    def repeats(self, count: int) -> int:
-        """How many replicas can each work on one of so many matrices, and send a part of it.
+    def most_repeats(self, count: int) -> int:
+        """How many replicas can work on each of so many matrices at most, and send equal parts.
 
         Example:
           >>> workload = Workload(6, 8, 4, 0, ("f",), ("r",), (("r", 16), ("f", 4)))
-          >>> [workload.repeats(count) for count in (1, 3, 8, 9)]
+          >>> [workload.most_repeats(count) for count in (1, 3, 8, 9)]
           [12, 4, 2, 1]
         """
         elements = self.result_bytes // self.itemsize

@@ -28,9 +28,9 @@ class AllToAll(Strategy):
 
     Results may be sharded over fewer mesh axes, as under ZeRO-1. In full rounds they come in
     their larger slices at once: by an all-to-all along these axes and an all-gather along the
-    others, over P devices that shard them mn b/P (N - 1) bytes a round. The all-gather would have
-    a row of zeros for each owner without a matrix. So else they come as matrices are sharded, and
-    the slices of each result are all-gathered.
+    others, over P devices that shard them mn b/P (N - 1) bytes a round. This all-gather has a row
+    of zeros for each owner without a matrix. Where it doesn't take fewer bytes, results come as
+    matrices are sharded, and the slices of each are all-gathered.
 
     Where there are fewer matrices than owners, those that `loads.rest_owners` names get one each,
     and others may get matrices of another shape in the same round.
@@ -55,9 +55,10 @@ class AllToAll(Strategy):
         return -(-count // workload.shards) * workload.flops
 
     def collectives(self, count: int, workload: Workload) -> int:
-        is_one = workload.gathered_axes == workload.shard_axes  # without an all-to-all
+        # Whole results come at once by an all-gather alone, without an all-to-all before it.
+        are_whole = workload.gathered_axes == workload.shard_axes
         is_direct = _gathered_rows(count, workload.shards) < count
-        return 2 + bool(workload.gathered_axes) - (is_one and is_direct)
+        return 2 + bool(workload.gathered_axes) - (are_whole and is_direct)
 
     def round_size(self, workload: Workload) -> int:
         return workload.owners
@@ -81,9 +82,10 @@ class AllToAll(Strategy):
         if not matrices.skips:
             return solve(x)
         _, shard = matrices.first_replica_and_shard
-        place = (index_along(matrices.leaf.shard_axes) - shard) % matrices.shards
-        each, number = matrices.per_replica, matrices.turn // matrices.repeats
-        has_one = (place < each) & (number * each + place < matrices.count)
+        shard_offset = (index_along(matrices.leaf.shard_axes) - shard) % matrices.shards
+        each = matrices.per_replica
+        number = matrices.replica_offset // matrices.repeats * each + shard_offset
+        has_one = (shard_offset < each) & (number < matrices.count)
         # shard_map types a result by the axes it varies over, and both branches must have one type.
         # A constant that the iteration may return, as for an empty axis, varies over nothing.
         typed = varying_axes(x)

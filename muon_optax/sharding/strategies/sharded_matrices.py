@@ -115,8 +115,8 @@ class ShardedMatrices:
         return dataclasses.replace(self, leaf=leaf)
 
     @property
-    def turn(self) -> jax.Array | int:
-        """This replica's number, counted from that of the first owner."""
+    def replica_offset(self) -> jax.Array | int:
+        """How many replicas after the first owner's this device's replica is."""
         index, (first, _) = index_along(self.replica_axes), self.first_replica_and_shard
         return (index - first) % self.replicas if first else index
 
@@ -126,7 +126,7 @@ class ShardedMatrices:
             return x
         each = self.per_replica
         x = padded(x, -(-self.replicas // self.repeats) * each)
-        return jax.lax.dynamic_slice_in_dim(x, self.turn // self.repeats * each, each)
+        return jax.lax.dynamic_slice_in_dim(x, self.replica_offset // self.repeats * each, each)
 
     def all(self, y: jax.Array) -> jax.Array:
         """Undoes `own`: all-gathers the results of all replicas."""
@@ -135,14 +135,14 @@ class ShardedMatrices:
         return self.from_replicas(all_gather(self.sent(y), self.replica_axes), y.shape[1:])
 
     def sent(self, y: jax.Array) -> jax.Array:
-        """What this replica sends of its results: its part, flat, if others have the same one."""
+        """What this replica sends of its results: where others have the same one a part, flat."""
         if self.repeats == 1:
             return y
         parts = reshaped(y, (self.repeats, y.size // self.repeats))
-        return jax.lax.dynamic_slice_in_dim(parts, self.turn % self.repeats, 1)
+        return jax.lax.dynamic_slice_in_dim(parts, self.replica_offset % self.repeats, 1)
 
     def from_replicas(self, sent: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """What all replicas send, one after the other -> the results (count, *shape)."""
+        """What all replicas send, in their order -> the results of all matrices (count, *shape)."""
         first, _ = self.first_replica_and_shard
         rows = rolled(sent, -first * self.per_replica)[: self.count * self.repeats]
         return rows if self.repeats == 1 else reshaped(rows, (self.count, *shape))
@@ -167,7 +167,7 @@ class ShardedMatrices:
         return self.swap_joined(parts.reshape(-1, *parts.shape[2:]))
 
     def results_of_owners(self, y: jax.Array) -> jax.Array:
-        """The same, as results are to be sharded.
+        """An owner's whole results -> those of all owners, in order, sharded as results are to be.
 
         An all-to-all along the axes that shard results, and an all-gather along the others.
         """
