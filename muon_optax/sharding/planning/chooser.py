@@ -159,9 +159,8 @@ class Chooser:
             self._slice(strategy, start + i, n, workload, workload.most_repeats(n))
             for i, n in ((0, first), (first, count - first))
         ]
-        if sum(map(self._price, in_two)) < (1 - _LEAST_GAIN_IN_TWO) * min(
-            map(self._price, at_once)
-        ):
+        least = (1 - _LEAST_GAIN_IN_TWO) * min(map(self._price, at_once))
+        if sum(map(self._price, in_two)) < least:
             yield in_two
 
     @staticmethod
