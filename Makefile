@@ -82,7 +82,7 @@ bench-aot: $(INSTALLED) .venv-cuda/.installed .venv-tpu/.installed  ## Llama-3-8
 lint: $(INSTALLED)  ## ruff and pyright
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --threads 2
 
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
