@@ -84,8 +84,8 @@ def add_cautious_weight_decay(
         rows = zip(arrays, weights, strict=True)
         return treedef.unflatten([_decayed(decay, u, w) for u, w in rows]), state
 
-    whole = passing_over(optax.GradientTransformationExtraArgs(plain.init, update))
-    tx = keeping_placement(whole)
+    whole = optax.GradientTransformationExtraArgs(plain.init, update)
+    tx = keeping_placement(passing_over(whole))
     if mask is None:
         return tx
     wanted = mask if callable(mask) else functools.partial(_aligned, mask)

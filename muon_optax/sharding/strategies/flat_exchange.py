@@ -59,10 +59,9 @@ class FlatExchange:
         if axes := self._first.leaf.gathered_axes:
             slices = zip(self.kinds, self._of_all(own, axes), strict=True)
             own = [kind.joined(x) for kind, x in slices]
-        results = zip(self.kinds, own, strict=True)
         if self._first.replicas == 1:
-            return tuple(x[: kind.count] for kind, x in results)
-        sent = [kind.sent(x) for kind, x in results]
+            return tuple(own)
+        sent = [kind.sent(x) for kind, x in zip(self.kinds, own, strict=True)]
         rows = zip(self.kinds, own, self._of_all(sent, self._first.replica_axes), strict=True)
         return tuple(
             kind.from_replicas(x.reshape(-1, *x.shape[2:]), one.shape[1:]) for kind, one, x in rows

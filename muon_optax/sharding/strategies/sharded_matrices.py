@@ -131,7 +131,7 @@ class ShardedMatrices:
     def all(self, y: jax.Array) -> jax.Array:
         """Undoes `own`: all-gathers the results of all replicas."""
         if self.replicas == 1:
-            return y[: self.count]
+            return y
         return self.from_replicas(all_gather(self.sent(y), self.replica_axes), y.shape[1:])
 
     def sent(self, y: jax.Array) -> jax.Array:
